@@ -1,0 +1,213 @@
+"""torch's own kernels, each called directly, never through torch's choice among them.
+
+The operators are differentiable by themselves: autograd runs the backward of the kernel that ran forward.
+They have no build step: what they cannot do they refuse when they run, so a plan's first run decides.
+
+Rules here are those whose breach the operators do not notice (torch 2.11, tried): on a query whose last
+stride is not 1 the CPU kernel computes garbage; a bool mask is added as 0 and 1 by `_math`; a float32 mask
+over float64 is misread by the CPU kernel; flash on CUDA aligns causal masks at the bottom right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .base import Plan, Progress, Target, Verdict
+from .layouts import OTHER_CAUSAL, additive, other_causal, uneven
+
+if TYPE_CHECKING:
+    from ..problem import AttentionProblem
+
+_Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+class _TorchPlan:
+    """Runs one operator; `relayout` moves its output into the query's order of dimensions where needed."""
+
+    differentiable = True
+
+    def __init__(self, problem: AttentionProblem, operator: _Operator) -> None:
+        self._operator = operator
+        self._stride = problem.output_stride
+        # Dimensions of size 1 have strides of no meaning, which operators choose as they like.
+        self._dims = [dim for dim, size in enumerate(problem.output_shape) if size > 1]
+
+    def infer(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Plan.infer`."""
+        output = self._operator(query, key, value, attn_mask)
+        stride = output.stride()
+        if stride != self._stride and any(stride[dim] != self._stride[dim] for dim in self._dims):
+            order = sorted(range(4), key=lambda dim: -self._stride[dim])
+            output = output.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+        return output
+
+
+class _TorchBackend:
+    """What the three have in common."""
+
+    name: str
+    builds = False
+
+    def rejects(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """See `Backend.rejects`."""
+        return tuple(reason for fails, reason in self._rules(problem) if fails)
+
+    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+        raise NotImplementedError
+
+    def versions(self) -> dict[str, str | int]:
+        """See `Backend.versions`."""
+        return {"torch": torch.__version__, "builder": 1}
+
+    def build(self, problem: AttentionProblem, target: Target, progress: Progress) -> Plan:
+        """See `Backend.build`; nothing is built, so nothing is raised."""
+        if target.profile is not None:
+            raise NotImplementedError(f"{self.name} has no build step, so nothing can be learnt without the GPU")
+        progress.stage = "execute"
+        return _TorchPlan(problem, self._operator(problem))
+
+    def _operator(self, problem: AttentionProblem) -> _Operator:
+        raise NotImplementedError
+
+    def verdict(self, error: Exception) -> Verdict:
+        """A check of the operator's own (RuntimeError) is a refusal; anything else is a bug."""
+        return "unsupported" if isinstance(error, (RuntimeError, NotImplementedError)) else "error"
+
+
+def _device_rule(problem: AttentionProblem, *devices: str) -> tuple[bool, str]:
+    return problem.device not in devices, f"device {problem.device}: runs on {' and '.join(devices)}"
+
+
+def _last_stride_rules(problem: AttentionProblem) -> list[tuple[bool, str]]:
+    named = {"query": problem.query, "key": problem.key, "value": problem.value}
+    return [
+        (layout.stride[3] != 1, f"{name}: last stride {layout.stride[3]}, must be 1") for name, layout in named.items()
+    ]
+
+
+class FlashBackend(_TorchBackend):
+    """FlashAttention 2 on CUDA; torch's CPU flash kernel on CPU."""
+
+    name = "torch_flash"
+
+    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+        rules = [_device_rule(problem, "cuda", "cpu"), *_last_stride_rules(problem)]
+        sizes = (problem.query.shape[3], problem.value.shape[3])
+        rules.append((sizes[0] != sizes[1], f"head size of value {sizes[1]}, must be that of query ({sizes[0]})"))
+        rules.append((sizes[0] == 0, "head size 0"))
+        if problem.device == "cpu":
+            rules.append((problem.dropout_p > 0, "no dropout on CPU"))
+            rules.append((bool(problem.mask and problem.mask.requires_grad), "no gradient of the mask"))
+        else:
+            rules.append((problem.mask is not None, "no mask on CUDA"))
+            rules.append((other_causal(problem), OTHER_CAUSAL))
+            step = 16 // problem.itemsize
+            for name, layout in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
+                # Padding, for other head sizes, makes dense copies.
+                fails = sizes[0] % 8 == 0 and uneven(layout, step)
+                rules.append((fails, f"{name}: strides {layout.stride} are not multiples of 16 bytes"))
+        return rules
+
+    def _operator(self, problem: AttentionProblem) -> _Operator:
+        dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
+        if problem.device == "cpu":
+            dtype = getattr(torch, problem.dtype)
+            widen = problem.dtype == "float64"  # a float32 mask is misread over float64 (torch 2.11)
+
+            def on_cpu(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+            ) -> torch.Tensor:
+                if attn_mask is not None:
+                    attn_mask = additive(attn_mask, dtype)
+                    attn_mask = attn_mask.to(dtype) if widen else attn_mask
+                return torch._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+                )[0]
+
+            return on_cpu
+        operator = torch._scaled_dot_product_flash_attention
+        size = problem.query.shape[3]
+        if size % 8:  # the kernel takes multiples of 8; zeros in the rest change neither logits nor output
+            pad = torch.nn.functional.pad
+            rest = (0, 8 - size % 8)
+
+            def padded(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: torch.Tensor | None
+            ) -> torch.Tensor:
+                output = operator(
+                    pad(query, rest), pad(key, rest), pad(value, rest), dropout_p, is_causal, False, scale=scale
+                )[0]
+                return output[..., :size]
+
+            return padded
+        return lambda query, key, value, _: operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+
+
+class EfficientBackend(_TorchBackend):
+    """Memory-efficient attention (CUTLASS) on CUDA."""
+
+    name = "torch_efficient"
+
+    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+        rules = [_device_rule(problem, "cuda"), *_last_stride_rules(problem)]
+        rules.append((0 in (problem.query.shape[3], problem.value.shape[3]), "head size 0"))
+        mask = problem.mask
+        if mask is not None:
+            wide = mask.dtype not in ("bool", problem.dtype)
+            rules.append((wide, f"{mask.dtype} mask over {problem.dtype}: would have to be rounded"))
+        return rules
+
+    def _operator(self, problem: AttentionProblem) -> _Operator:
+        training, dropout_p, is_causal, scale = problem.training, problem.dropout_p, problem.is_causal, problem.scale
+        operator = torch._scaled_dot_product_efficient_attention
+        groups = problem.query.shape[1] // max(problem.key.shape[1], 1)
+        dtype = getattr(torch, problem.dtype)
+        batch, heads, queries, _ = problem.query.shape
+        keys = problem.key.shape[2]
+        step = 16 // problem.itemsize
+
+        def run(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            if groups > 1:
+                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            if attn_mask is not None:
+                attn_mask = additive(attn_mask, dtype)
+                # The kernel reads the mask's rows 16 bytes at a time: pad them, once, where they are uneven.
+                uneven = attn_mask.stride(3) != 1 or any(stride % step for stride in attn_mask.stride()[:3])
+                if uneven or attn_mask.data_ptr() % 16:
+                    attn_mask = attn_mask.expand(-1, -1, -1, keys)
+                    attn_mask = torch.nn.functional.pad(attn_mask, (0, -keys % step))[..., :keys]
+                attn_mask = attn_mask.expand(batch, heads, queries, keys)
+            return operator(query, key, value, attn_mask, training, dropout_p, is_causal, scale=scale)[0]
+
+        return run
+
+
+class MathBackend(_TorchBackend):
+    """Plain matrix products and a softmax, on any device torch has; half types are computed in float32."""
+
+    name = "torch_math"
+
+    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+        return [_device_rule(problem, "cuda", "cpu")]
+
+    def _operator(self, problem: AttentionProblem) -> _Operator:
+        dropout_p, is_causal, scale, grouped = problem.dropout_p, problem.is_causal, problem.scale, problem.grouped
+        dtype = getattr(torch, problem.dtype)
+
+        def run(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            if attn_mask is not None:
+                attn_mask = additive(attn_mask, dtype)
+            return torch._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+            )[0]
+
+        return run

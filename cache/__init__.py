@@ -1,0 +1,39 @@
+"""Where failures are kept: bytes in, bytes out; nothing here knows of attention.
+
+The folder, 0700 and ours::
+
+    <directory>/
+        README.md  CACHEDIR.TAG  .gitignore
+        failures/cache.db     FailureRecords, a diskcache folder; never evicted
+        intents/<sha256>      one small file per build that is running, or that killed its process
+
+Promises: slow or absent, never harmful. No pickle is read or written. Damage is a miss. A folder that cannot be used
+costs one warning, and the process keeps its records in memory.
+"""
+
+from .folder import cache_folder
+from .intents import Crash, Intents
+from .layers import Layered
+from .memory_store import MemoryStore
+from .records import DamagedRecordError, FailureRecord, Kind, failure_key, frame, record_id, unframe
+from .store import RefusedError, Store, StoreError, find_by_id, open_store
+
+__all__ = [
+    "Crash",
+    "DamagedRecordError",
+    "FailureRecord",
+    "Intents",
+    "Kind",
+    "Layered",
+    "MemoryStore",
+    "RefusedError",
+    "Store",
+    "StoreError",
+    "cache_folder",
+    "failure_key",
+    "find_by_id",
+    "frame",
+    "open_store",
+    "record_id",
+    "unframe",
+]

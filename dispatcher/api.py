@@ -1,0 +1,44 @@
+"""Process-wide functions that need no torch: counters and settings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from . import failures, settings
+from .events import counters
+
+
+def stats() -> dict[str, int]:
+    """What this process did so far.
+
+    Returns:
+        calls and hits count calls; selections, builds (graphs begun), build_failures, skipped_known_bad and
+        fallbacks (answered by another backend than the first of the order) count what selections did.
+    """
+    return counters.as_dict()
+
+
+def configure(**values: Any) -> None:
+    """Change settings for this process, and drop every route and plan.
+
+    Args:
+        **values: backends (names, in order), cache ('disk' or 'off'), cache_dir, strict.
+
+    Raises:
+        SettingError: an unknown name or a value that cannot be used.
+    """
+    if "backends" in values:
+        from .backends import registry
+
+        names = values["backends"]
+        registry.expand([names] if isinstance(names, str) and "," not in names else _split(names))
+    settings.change(values)
+    failures.reset()
+    selection = sys.modules.get(f"{__package__}.selection")
+    if selection is not None:  # otherwise there is nothing to drop, and torch need not be imported for it
+        selection.forget_plans()
+
+
+def _split(names: Any) -> list[str]:
+    return names.split(",") if isinstance(names, str) else list(names)

@@ -1,0 +1,95 @@
+"""The hot path: signature tuple -> route -> run. Everything else happens on a miss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+
+import torch
+
+from . import routing
+from .events import counters
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+# One flag for all devices; the public spelling asks for each device in turn (torch/amp/autocast_mode.py uses it too).
+_is_any_autocast = torch._C._is_any_autocast_enabled
+
+_order: ContextVar[tuple[str, ...] | None] = ContextVar("sidestep_backends", default=None)
+_routes = routing.routes
+_get_order = _order.get
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backends: str | Sequence[str] | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, by the first backend that really can.
+
+    Args:
+        query: (B, H_q, S_q, D), or any rank from 2 with (..., S_q, D); float16, bfloat16, float32 or float64.
+        key: (B, H_kv, S_kv, D).
+        value: (B, H_kv, S_kv, D_v).
+        attn_mask: broadcastable to (B, H_q, S_q, S_kv). bool: False excludes. float32 or the query's dtype: added
+            to the logits. A query whose keys are all excluded gets zeros.
+        dropout_p: probability, 0 to 1, of dropping an attention weight; applied whenever it is over 0.
+        is_causal: query i sees keys 0 to i; not together with a mask.
+        scale: factor of the logits; 1/sqrt(D) when None.
+        enable_gqa: several query heads share a key head (H_kv divides H_q).
+        backends: one name (strict: no fallback), or names in the order in which to try them, for this call.
+
+    Returns:
+        (B, H_q, S_q, D_v), with the query's order of dimensions in memory; differentiable once.
+
+    Raises:
+        InvalidCallError: torch refuses the call too; no backend was tried.
+        NoBackendError: no backend can serve it; the text gives every backend's reason.
+        ValueError: an unknown backend name; the known ones are listed.
+    """
+    counters.calls += 1
+    order = _get_order() if backends is None else backends if type(backends) is str else tuple(backends)
+    grad = _is_grad_enabled()
+    signature = (
+        query.shape, query.stride(), query.dtype, query.device, grad and query.requires_grad,
+        key.shape, key.stride(), key.dtype, key.device, grad and key.requires_grad,
+        value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad,
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dropout_p, is_causal, scale, enable_gqa,
+        order, _is_deterministic(), routing.autocast_dtype(query) if _is_any_autocast() else None,
+        None if attn_mask is None else (
+            attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device, grad and attn_mask.requires_grad,
+            attn_mask.data_ptr() & 15,
+        ),
+    )  # fmt: skip
+    route = _routes.get(signature)
+    if route is None:
+        call = routing.Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return routing.miss(signature, call, order)
+    counters.hits += 1
+    return route(query, key, value, attn_mask)
+
+
+@contextlib.contextmanager
+def use_backends(*names: str) -> Iterator[None]:
+    """Try these backends, in this order, for the calls in the block; one name is strict.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed.
+    """
+    routing.expand(names)
+    token = _order.set(names)
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]

@@ -1,0 +1,107 @@
+"""From a call to what runs it: validated, canonical, selected, installed. Runs on a miss only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import selection, settings
+from .autograd import Attention, Zeros
+from .backends import registry
+from .backends.base import GraphPlan, Target
+from .problem import AttentionProblem
+from .selection import Route, routes
+from .semantics import Call, canonicalize, constant_output, is_canonical, problem_of
+
+__all__ = ["Call", "autocast_dtype", "expand", "miss", "routes"]
+
+expand = registry.expand
+
+
+def miss(signature: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | None) -> torch.Tensor:
+    """Answer a call for which there is no route, and install one.
+
+    Raises:
+        InvalidCallError, NoBackendError, ValueError: as `scaled_dot_product_attention` says.
+    """
+    names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
+    route, settled = _route(call, expand(names))
+    if settled:
+        selection.install(signature, route)
+    return route(*call[:4])
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives attention on the tensor's device, or None where it is off."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
+    dtype = autocast_dtype(call.query)
+    if dtype is not None:  # attention is on autocast's list of operators that run in the lower precision
+        with torch.autocast(call.query.device.type, enabled=False):
+            inner, settled = _route(_lowered(call, dtype), order)
+        return functools.partial(_run_lowered, inner, call[4:], dtype), settled
+    call.validate()
+    if is_canonical(call):
+        return _canonical_route(call, order)
+    canonical, shape = canonicalize(call)
+    inner, settled = _canonical_route(canonical, order)
+    return functools.partial(_run_canonicalized, inner, call[4:], shape), settled
+
+
+def _lowered(call: Call, dtype: torch.dtype) -> Call:
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        kept = not tensor.is_floating_point() or tensor.dtype is torch.float64
+        return tensor if kept else tensor.to(dtype)
+
+    query, key, value, mask = call[:4]
+    return Call(lower(query), lower(key), lower(value), None if mask is None else lower(mask), *call[4:])
+
+
+def _run_lowered(
+    inner: Route,
+    flags: tuple[Any, ...],
+    dtype: torch.dtype,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        lowered = _lowered(Call(query, key, value, attn_mask, *flags), dtype)
+        return inner(*lowered[:4])
+
+
+def _run_canonicalized(
+    inner: Route,
+    flags: tuple[Any, ...],
+    shape: tuple[int, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    canonical, _ = canonicalize(Call(query, key, value, attn_mask, *flags))
+    return inner(*canonical[:4]).reshape(shape)
+
+
+def _canonical_route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+    problem = problem_of(call, training, torch.are_deterministic_algorithms_enabled())
+    if constant_output(problem):
+        return functools.partial(Zeros.apply, problem.output_shape), True
+    index = call.query.device.index
+    result = selection.select(problem, order, Target(-1 if index is None else index), call[:4])
+    if result.served is None:
+        raise selection.no_backend(problem, result)
+    return _serving(problem, result.served), result.settled
+
+
+def _serving(problem: AttentionProblem, served: selection.Served) -> Route:
+    if problem.training and isinstance(served.plan, GraphPlan):
+        return functools.partial(Attention.apply, served)
+    return served.plan.infer

@@ -1,0 +1,412 @@
+"""select(): the one place that tries, catches, classifies and records.
+
+A reader sees here every way a call can go. For each backend of the order, until one serves: a rule rejects
+it, a valid record says that it fails, it fails now (recorded, with the full traceback), or it is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from . import environment, failures, settings
+from .backends import registry
+from .backends.base import Backend, GraphPlan, Plan, Progress, Target
+from .cache import FailureRecord, failure_key
+from .decisions import Chosen, Decision, Failed, Rejected, Remembered, Untried, describe
+from .errors import DeviceLostError, NoBackendError
+from .events import counters, logger, once
+
+if TYPE_CHECKING:
+    from .problem import AttentionProblem
+
+_Tensors = Sequence["torch.Tensor | None"]
+
+# Plans whose first run succeeded. A plan holds a compiled graph (about 100 kB, gpu_facts); bounded, oldest out first.
+MAX_PLANS = 1024
+_plans: OrderedDict[tuple[str, AttentionProblem, Target], Plan] = OrderedDict()
+_unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What select() decided.
+
+    Attributes:
+        decisions: about every backend asked, in order; the last is Chosen where one serves.
+        served: the chosen plan with what it serves; None where no backend does, or nothing could be run.
+        settled: False where the next call should decide anew (out of memory, capture in progress).
+        cause: the exception of the last failure, if any.
+    """
+
+    decisions: tuple[Decision, ...]
+    served: Served | None = None
+    settled: bool = True
+    cause: Exception | None = None
+
+
+class Served:
+    """A plan at work for one problem: what a route runs."""
+
+    __slots__ = ("backend", "forward", "order", "plan", "problem", "target")
+
+    def __init__(self, backend: str, plan: Plan, problem: AttentionProblem, order: tuple[str, ...], target: Target):
+        self.backend, self.plan, self.problem, self.order, self.target = backend, plan, problem, order, target
+        self.forward: Any = getattr(plan, "forward", None)  # bound here: the hot path saves a look-up
+
+    def backward(
+        self,
+        grad_output: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        output: torch.Tensor,
+        residuals: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        """The plan's backward; where it fails, the gradients by the next backend from query, key and value."""
+        try:
+            plan = cast(GraphPlan, self.plan)
+            return plan.backward(grad_output, query, key, value, attn_mask, output, residuals)
+        except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
+            return _recover_backward(error, self, grad_output, (query, key, value, attn_mask))
+
+
+def select(
+    problem: AttentionProblem,
+    order: tuple[str, ...],
+    target: Target,
+    tensors: _Tensors | None = None,
+    strict: bool | None = None,
+) -> Selection:
+    """Find the first backend of `order` that can serve `problem`, by building and, on `tensors`, running.
+
+    Args:
+        problem: a canonical, valid problem with a non-constant output.
+        order: names of single backends; one alone is strict.
+        target: the device.
+        tensors: query, key, value and mask of the call, for the first run; None where nothing can be run.
+        strict: raise what is of kind `error`; when None, where the order is one name.
+
+    Raises:
+        Exception: the backend's own, of kind `error`, where the order is strict or SIDESTEP_STRICT=1.
+        DeviceLostError: the device cannot be used any more.
+    """
+    strict = len(order) == 1 if strict is None else strict
+    decisions: list[Decision] = []
+    settled, cause = True, None
+    with _lock:
+        counters.selections += 1
+        capturing = problem.device == "cuda" and target.profile is None and torch.cuda.is_current_stream_capturing()
+        for name in order:
+            backend = registry.get(name)
+            plan = _plans.get((name, problem, target))
+            if plan is None:
+                if (known := _known(backend, problem, target)) is not None:
+                    counters.skipped_known_bad += isinstance(known, Remembered)
+                    decisions.append(known)
+                    continue
+                if capturing and backend.builds:
+                    settled = False
+                    decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
+                    continue
+                attempt = _attempt(backend, problem, target, None if capturing else tensors, strict)
+                if isinstance(attempt, tuple):
+                    failed, cause = attempt
+                    settled = settled and (failed.kind != "transient" or name in _unusable)
+                    decisions.append(failed)
+                    continue
+                plan = attempt
+                _plans[name, problem, target] = plan
+                while len(_plans) > MAX_PLANS:
+                    _plans.popitem(last=False)
+            decisions.append(Chosen(name))
+            counters.fallbacks += len(decisions) > 1
+            served = Served(name, plan, problem, order, target)
+            return Selection(tuple(decisions), served, settled, cause)
+    return Selection(tuple(decisions), None, settled, cause)
+
+
+def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:
+    """The exception for a selection in which nobody serves."""
+    if isinstance(selection.cause, torch.OutOfMemoryError):
+        return selection.cause
+    error = NoBackendError(
+        f"no backend can serve {problem}:\n{describe(selection.decisions)}\n"
+        f"Add a backend to the order (SIDESTEP_BACKENDS, backends=, use_backends), or see `sidestep failures list`.",
+        selection.decisions,
+    )
+    error.__cause__ = selection.cause
+    return error
+
+
+def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -> tuple[Decision, ...]:
+    """What a call would meet, by rules and records alone; nothing is built or run."""
+    backends = map(registry.get, order)
+    return tuple(_known(backend, problem, target) or Untried(backend.name) for backend in backends)
+
+
+def forget_plans() -> None:
+    """Let go of every route and plan, and of what is known for this process only."""
+    with _lock:
+        routes.clear()
+        _plans.clear()
+        _unusable.clear()
+
+
+def _known(backend: Backend, problem: AttentionProblem, target: Target) -> Decision | None:
+    """What rules and records say, or None when only an attempt can tell."""
+    if reasons := backend.rejects(problem):
+        return Rejected(backend.name, reasons)
+    if backend.name in _unusable:
+        return _unusable[backend.name]
+    manifest = environment.manifest(backend, problem.device, target)
+    record = None
+    if manifest is not None:
+        key = _key(backend, problem, manifest)
+        record = failures.remembered(key, problem, manifest) or _crashed(key, backend, problem, target, manifest)
+    if record is None or (record.kind == "error" and settings.get().strict):
+        return None  # under SIDESTEP_STRICT=1 a bug is met again, not remembered
+    return Remembered(backend.name, record.id, record.kind, _summary(record.exception_type, record.exception_text))
+
+
+def _crashed(
+    key: str, backend: Backend, problem: AttentionProblem, target: Target, manifest: environment.Manifest
+) -> FailureRecord | None:
+    """The record of a build that took an earlier process along, made from the intent that it left behind."""
+    crash = failures.crash(key) if backend.builds else None
+    if crash is None:
+        return None
+    first = crash.dump.strip().splitlines()[0] if crash.dump.strip() else f"{crash.count} builds ended their process"
+    record = FailureRecord(
+        key=key,
+        kind="crash",
+        backend=backend.name,
+        direction="backward" if problem.training else "forward",
+        stage="build",
+        exception_type="ProcessDied",
+        exception_text=first,
+        traceback=crash.dump or first,
+        problem=problem.to_json(),
+        environment=dict(manifest),
+        first_time=crash.time,
+        last_time=crash.time,
+        count=1,
+        duration=0.0,
+        built_on=target.built_on,
+    )
+    failures.keep(record)
+    return record
+
+
+def _key(backend: Backend, problem: AttentionProblem, manifest: environment.Manifest) -> str:
+    return failure_key(environment.digest(manifest), backend.name, problem.digest())
+
+
+def _attempt(
+    backend: Backend, problem: AttentionProblem, target: Target, tensors: _Tensors | None, strict: bool
+) -> Plan | tuple[Failed, Exception]:
+    """Build, and run once; a failure is classified, recorded and returned, or raised where that is asked for."""
+    progress = Progress(on_build=_count_build)
+    manifest = environment.manifest(backend, problem.device, target)
+    key = _key(backend, problem, manifest) if manifest else None
+    started = time.perf_counter()
+    try:
+        with failures.intent(key if backend.builds else None):
+            plan = backend.build(problem, target, progress)
+            if tensors is not None:
+                _first_run(plan, problem, target, tensors, progress)
+        return plan
+    except Exception as error:
+        failed = _failed(error, backend, problem, target, progress, manifest, time.perf_counter() - started)
+        if failed.kind == "error" and (strict or settings.get().strict):
+            raise
+        return failed, error
+
+
+def _count_build() -> None:
+    counters.builds += 1
+
+
+def _first_run(plan: Plan, problem: AttentionProblem, target: Target, tensors: _Tensors, progress: Progress) -> None:
+    """Run the plan once on the call's tensors, and its backward on a zero gradient; random state is put back."""
+    progress.direction, progress.stage = "forward", "execute"
+    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
+    with torch.random.fork_rng([target.index] if problem.device == "cuda" else [], enabled=problem.dropout_p > 0):
+        _gradients(plan, problem, detached, progress)
+    if problem.device == "cuda":
+        torch.cuda.synchronize(target.index)  # what the kernels did wrong is blamed on this plan, not on a later call
+
+
+def _gradients(
+    plan: Plan,
+    problem: AttentionProblem,
+    detached: Sequence[Any],
+    progress: Progress,
+    grad_output: torch.Tensor | None = None,
+) -> Sequence[torch.Tensor | None]:
+    """Forward and, where the problem trains, the gradients for `grad_output` (zeros when None)."""
+    query, key, value, mask = detached
+    if not problem.training:
+        with torch.no_grad():
+            plan.infer(query, key, value, mask)
+        return ()
+    if isinstance(plan, GraphPlan):
+        with torch.no_grad():
+            output, residuals = plan.forward(query, key, value, mask)
+            progress.direction = "backward"
+            grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+            return plan.backward(grad_output, query, key, value, mask, output, residuals)
+    leaves = [query, key, value] + ([mask] if problem.mask and problem.mask.requires_grad else [])
+    with torch.enable_grad():
+        for leaf in leaves:
+            leaf.requires_grad_()
+        output = plan.infer(query, key, value, mask)
+        progress.direction = "backward"
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        grads = torch.autograd.grad(output, leaves, grad_output)
+    return (*grads, None)[:4]
+
+
+def _recover_backward(
+    error: Exception, served: Served, grad_output: torch.Tensor, tensors: _Tensors
+) -> Sequence[torch.Tensor | None]:
+    """Record a backward that failed to run, and compute the gradients by the next backend.
+
+    Raises:
+        Exception: `error`, where nothing can be computed instead: dropout is on, the order is strict, the failure
+            says nothing of the configuration (out of memory), or no other backend serves.
+    """
+    problem, target = served.problem, served.target
+    backend = registry.get(served.backend)
+    with _lock:
+        _plans.pop((served.backend, problem, target), None)
+        routes.clear()
+        manifest = environment.manifest(backend, problem.device, target)
+        failed = _failed(error, backend, problem, target, Progress("backward", "execute"), manifest, 0.0)
+    rest = served.order[served.order.index(served.backend) + 1 :]
+    wanted = failed.kind == "error" and settings.get().strict
+    if not rest or wanted or problem.dropout_p > 0 or failed.kind == "transient":
+        raise error
+    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
+    selection = select(problem, rest, target, detached, strict=False)
+    if selection.served is None:
+        raise error
+    return _gradients(selection.served.plan, problem, detached, Progress(), grad_output)
+
+
+def _failed(
+    error: Exception,
+    backend: Backend,
+    problem: AttentionProblem,
+    target: Target,
+    progress: Progress,
+    manifest: environment.Manifest | None,
+    duration: float,
+) -> Failed:
+    """Classify, record and log one failure."""
+    counters.build_failures += 1
+    kind = _verdict(error, backend, problem, target)
+    text = _summary(_name(error), str(error))
+    if kind == "transient":
+        failed = Failed(backend.name, kind, text)
+        if isinstance(error, (ImportError, OSError)):
+            _unusable[backend.name] = failed
+        if once(f"transient {backend.name} {text}"):
+            logger.info("%s cannot serve now, nothing is kept of it: %s", backend.name, text)
+        return failed
+    record_id = None
+    if manifest is not None:
+        now = time.time()
+        record = FailureRecord(
+            key=_key(backend, problem, manifest),
+            kind=kind,
+            backend=backend.name,
+            direction=progress.direction,
+            stage=progress.stage,
+            exception_type=_name(error),
+            exception_text=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            problem=problem.to_json(),
+            environment=dict(manifest),
+            first_time=now,
+            last_time=now,
+            count=1,
+            duration=duration,
+            built_on=target.built_on,
+        )
+        failures.keep(record)
+        record_id = record.id
+    _log(backend, problem, progress, kind, text, error, record_id)
+    return Failed(backend.name, kind, text, record_id)
+
+
+def _verdict(error: Exception, backend: Backend, problem: AttentionProblem, target: Target) -> Any:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
+        return "transient"
+    if problem.device == "cuda" and target.profile is None:
+        try:
+            torch.cuda.synchronize(target.index)
+        except RuntimeError as lost:
+            raise DeviceLostError(
+                f"{backend.name} met a CUDA error that this process cannot survive while serving {problem}: {error}. "
+                f"Restart the process; `sidestep failures` keeps nothing of it. To go around {backend.name}, leave it "
+                f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
+            ) from error
+    return backend.verdict(error)
+
+
+def _log(
+    backend: Backend,
+    problem: AttentionProblem,
+    progress: Progress,
+    kind: str,
+    text: str,
+    error: Exception,
+    record_id: str | None,
+) -> None:
+    """One line for each failure in a process: the id and the command that shows more; a bug is a warning."""
+    if not once(f"failure {backend.name} {problem.digest()}"):
+        return
+    more = f"sidestep failures show {record_id}" if record_id else "nothing could be kept: environment unreadable"
+    if kind == "error":
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.relpath(frame.filename)}:{frame.lineno}"
+        message = "%s failed with a bug, %s, at %s (%s %s) on %s; the next backend is asked. %s"
+        logger.warning(message, backend.name, text, where, progress.direction, progress.stage, problem, more)
+    else:
+        message = "%s cannot serve %s (%s %s: %s); the next backend is asked. %s"
+        logger.info(message, backend.name, problem, progress.direction, progress.stage, text, more)
+
+
+def _name(error: Exception) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _summary(name: str, text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return f"{name}: {first[:160]}" if first else name
+
+
+Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+# Signature of a call -> what runs it. Filled on a miss, emptied when settings change.
+MAX_ROUTES = 16384
+routes: dict[tuple[Any, ...], Route] = {}
+
+
+def install(signature: tuple[Any, ...], route: Route) -> None:
+    """Let later calls with `signature` run `route`; the oldest route goes when there are too many."""
+    with _lock:
+        routes[signature] = route
+        while len(routes) > MAX_ROUTES:
+            del routes[next(iter(routes))]

@@ -1,0 +1,128 @@
+"""Every SIDESTEP_* variable, in one typed table.
+
+They are read once, at first use; `sidestep.configure` changes them afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import SettingError
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE | _FALSE:
+        raise ValueError("expected 1 or 0")
+    return text.lower() in _TRUE
+
+
+def _cache(text: str) -> str:
+    if text not in ("off", "disk"):
+        raise ValueError("expected 'disk' or 'off'")
+    return text
+
+
+def _path(text: str) -> Path | None:
+    return Path(text).expanduser() if text else None
+
+
+def _setting(default: Any, variable: str, parse: Callable[[str], Any], meaning: str) -> Any:
+    return field(default=default, metadata={"variable": variable, "parse": parse, "meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a process; each field's metadata names its variable and says what it means."""
+
+    backends: tuple[str, ...] = _setting(
+        ("cudnn", "nvfuser", "torch"),
+        "SIDESTEP_BACKENDS",
+        _names,
+        "names in the order in which they are tried, separated by commas; one name is strict (no fallback)",
+    )
+    cache: str = _setting("disk", "SIDESTEP_CACHE", _cache, "'disk', or 'off' for memory only")
+    cache_dir: Path | None = _setting(
+        None, "SIDESTEP_CACHE_DIR", _path, "the folder of the disk cache; the user's cache folder when empty"
+    )
+    strict: bool = _setting(
+        False, "SIDESTEP_STRICT", _switch, "1 raises an exception of kind `error` instead of falling back"
+    )
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Read every variable that is set.
+
+        Raises:
+            SettingError: naming the variable, its value and what was expected.
+        """
+        values = {}
+        for setting in fields(cls):
+            variable = setting.metadata["variable"]
+            if variable in environ:
+                values[setting.name] = _parsed(variable, environ[variable], setting.metadata["parse"])
+        return cls(**values)
+
+    def directory(self) -> Path:
+        """The folder of the disk cache."""
+        if self.cache_dir is not None:
+            return self.cache_dir
+        import platformdirs
+
+        return Path(platformdirs.user_cache_dir("sidestep", appauthor=False))
+
+
+def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise SettingError(f"{variable}={text!r}: {error}") from None
+
+
+_lock = threading.Lock()
+_current: Settings | None = None
+
+
+def get() -> Settings:
+    """The settings in force, read from the environment at the first call."""
+    global _current
+    if _current is None:
+        with _lock:
+            _current = _current or Settings.from_environ(os.environ)
+    return _current
+
+
+def change(values: Mapping[str, Any]) -> Settings:
+    """Put `values` in force. Text is parsed as the variable would be.
+
+    Raises:
+        SettingError: for an unknown name or a value that cannot be used.
+    """
+    global _current
+    table = {setting.name: setting.metadata for setting in fields(Settings)}
+    if unknown := sorted(set(values) - set(table)):
+        raise SettingError(f"unknown setting {', '.join(unknown)}; known: {', '.join(table)}")
+    parsed = {}
+    for name, value in values.items():
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(text, (list, tuple)):
+            text = ",".join(text)
+        elif isinstance(text, bool):
+            text = str(int(text))
+        elif text is None:
+            text = ""
+        parsed[name] = _parsed(f"configure({name}=...)", text, table[name]["parse"])
+    updated = replace(get(), **parsed)
+    with _lock:
+        _current = updated
+    return updated
