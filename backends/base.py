@@ -6,7 +6,7 @@ went wrong as it is, and classifies an exception when asked. `sidestep.selection
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -76,8 +76,8 @@ class GraphPlan(Plan, Protocol):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The output, and what `backward` needs besides the inputs and the output.
+    ) -> tuple[torch.Tensor, ...]:
+        """The output, then the residuals: what `backward` needs besides the inputs and the output.
 
         Raises:
             Exception: whatever the kernels raise; `Backend.verdict` classifies it.
@@ -91,9 +91,9 @@ class GraphPlan(Plan, Protocol):
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         output: torch.Tensor,
-        residuals: Sequence[torch.Tensor],
+        *residuals: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of query, key, value and, if the problem says that the mask needs one, mask.
+        """Gradients of query, key, value and, if the problem says that the mask needs one, mask (else None).
 
         `grad_output` may have any strides.
 

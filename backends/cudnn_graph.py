@@ -7,8 +7,11 @@ H200 with cuDNN 9.19 where a rule or a choice says so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import inspect
 import logging
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 # Raised when what the builder declares changes, so that records and plans of the old builder are not believed.
 BUILDER = 1
 
-# Tensor uids: our own, so that a deserialized plan is bound by the same numbers.
+# Tensor uids: our own, so that a deserialized plan is bound by the same numbers. Buffers are given in this order.
 Q, K, V, OUT, STATS, BIAS, SEED, OFFSET, DO, DQ, DK, DV, DBIAS = range(1, 14)
 
 
@@ -47,9 +50,11 @@ class CudnnBackend:
             (layout.stride[3] != 1, f"{name}: last stride {layout.stride[3]}, must be 1")
             for name, layout in named.items()
         ]
-        # Builds, runs and leaves NaN (cuDNN 9.19 on an H200; gpu_facts trap 5, and seen again at head size 160).
+        # Builds, runs and leaves NaN (cuDNN 9.19 on an H200: head size 160; with a bias, one query and key).
         sizes = (problem.query.shape[3], problem.value.shape[3])
-        rules.append((problem.dtype == "float32" and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"))
+        single = problem.dtype == "float32"
+        rules.append((single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"))
+        rules.append((single and problem.mask is not None, "float32 with a mask"))
         # The frontend refuses these since 1.32; 1.28 builds them, for kernels that read 16 bytes at a time.
         step = 16 // problem.itemsize
         rules += [
@@ -115,7 +120,7 @@ def _build(problem: AttentionProblem, direction: Direction, target: Target, prog
 
     progress.stage = "define"
     if target.profile is None:
-        device = {"handle": _handles.get(target.index)}
+        device = {"handle": _handle(target.index)}
     else:
         profile = target.profile
         device = {
@@ -249,28 +254,54 @@ def _result(tensor: Any, uid: int, shape: Sequence[int], stride: Sequence[int], 
     tensor.set_output(True).set_uid(uid).set_dim(list(shape)).set_stride(list(stride)).set_data_type(dtype)
 
 
-class _Handles(threading.local):
-    """One cuDNN handle for each thread and device, on the thread's current stream."""
+# Workspaces up to this size are kept, one for each thread and stream; larger ones are allocated for each call. A
+# forward's is 256 bytes, a small backward's some 100 kB (cuDNN 9.19), and an allocation costs a sixth of a call.
+_KEPT_WORKSPACE = 2**20
+
+
+class _Lane(threading.local):
+    """What a thread runs graphs with: the cuDNN handle of its device, on its current stream, and a workspace.
+
+    Work on one stream is done in order, so one workspace serves all plans of a lane.
+    """
+
+    index = -1
+    stream = -1
+    handle: Any = None
+    workspace: torch.Tensor | None = None
 
     def __init__(self) -> None:
         self._handles: dict[int, Any] = {}
-        self._streams: dict[int, int] = {}
+        self.pointers = (ctypes.c_uint64 * 16)()
+        self.address = ctypes.addressof(self.pointers)
 
-    def get(self, index: int) -> Any:
+    def switch(self, index: int, stream: int) -> None:
+        """Go to another device or stream."""
         import cudnn
 
-        # The raw number costs 0.1 us, torch.cuda.current_stream() 5 (gpu_facts); inductor's code calls it too.
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if self._streams.get(index) != stream:
-            if index not in self._handles:
-                with torch.cuda.device(index):
-                    self._handles[index] = cudnn.create_handle()
-            cudnn.set_stream(handle=self._handles[index], stream=stream)
-            self._streams[index] = stream
-        return self._handles[index]
+        if index not in self._handles:
+            with torch.cuda.device(index):
+                self._handles[index] = cudnn.create_handle()
+        self.handle = self._handles[index]
+        cudnn.set_stream(handle=self.handle, stream=stream)
+        self.workspace = None
+        self.index, self.stream = index, stream
+
+    def new_workspace(self) -> torch.Tensor:
+        """The first workspace on this stream."""
+        self.workspace = torch.empty(_KEPT_WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", self.index))
+        return self.workspace
 
 
-_handles = _Handles()
+_lane = _Lane()
+
+
+def _handle(index: int) -> Any:
+    """The thread's handle for a device, on its current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if _lane.stream != stream or _lane.index != index:
+        _lane.switch(index, stream)
+    return _lane.handle
 
 
 class CudnnPlan:
@@ -280,39 +311,41 @@ class CudnnPlan:
 
     def __init__(self, problem: AttentionProblem, forward: Any, backward: Any | None, index: int) -> None:
         mask = problem.mask
-        self._dtype = getattr(torch, problem.dtype)
+        dtype = self._dtype = getattr(torch, problem.dtype)
         self._dropout = problem.dropout_p > 0
         self._plain = mask is None and not self._dropout
-        self._output = (problem.output_shape, problem.output_stride)
-        self._stats = _stats(problem)
-        self._grads = [(layout.shape, layout.dense()) for layout in (problem.query, problem.key, problem.value)]
+        self._output_stride = problem.output_stride
+        self._new_output = _allocation(problem.output_shape, problem.output_stride, dtype, index)
+        self._new_stats = _allocation(*_stats(problem), torch.float32, index)
+        grads = [(layout.shape, layout.dense()) for layout in (problem.query, problem.key, problem.value)]
         if mask is not None and mask.requires_grad:
-            self._grads.append((mask.shape, mask.dense()))
+            grads.append((mask.shape, mask.dense()))
+        self._new_grads = [_allocation(shape, stride, dtype, index) for shape, stride in grads]
         optional = ([BIAS] if mask is not None else []) + ([SEED, OFFSET] if self._dropout else [])
         results = [OUT, STATS] if problem.training else [OUT]
-        self._forward = _runner(forward, [Q, K, V, *optional, *results], index)
+        self._forward = _runner(forward, [Q, K, V, *results, *optional], index)
         if backward is not None:
-            grads = [DQ, DK, DV, DBIAS][: len(self._grads)]
-            self._backward = _runner(backward, [Q, K, V, *optional, OUT, DO, STATS, *grads], index)
+            wanted = [DQ, DK, DV, DBIAS][: len(grads)]
+            self._backward = _runner(backward, [Q, K, V, OUT, STATS, *optional, DO, *wanted], index)
 
     def infer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """See `Plan.infer`."""
-        output = torch.empty_strided(*self._output, dtype=self._dtype, device=query.device)
+        output = self._new_output()
         optional = () if self._plain else self._optional(query, attn_mask)
-        self._forward([query, key, value, *optional, output])
+        self._forward((query, key, value, output, *optional))
         return output
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, ...]:
         """See `GraphPlan.forward`; the residuals are logsumexp (B, H, S, 1) float32, then bias and dropout seed."""
-        output = torch.empty_strided(*self._output, dtype=self._dtype, device=query.device)
-        stats = torch.empty_strided(*self._stats, dtype=torch.float32, device=query.device)
-        optional = () if self._plain else self._optional(query, attn_mask)
-        self._forward([query, key, value, *optional, output, stats])
-        return output, (stats, *optional)
+        results: tuple[torch.Tensor, ...] = (self._new_output(), self._new_stats())
+        if not self._plain:
+            results += self._optional(query, attn_mask)
+        self._forward((query, key, value, *results))
+        return results
 
     def backward(
         self,
@@ -322,17 +355,14 @@ class CudnnPlan:
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         output: torch.Tensor,
-        residuals: Sequence[torch.Tensor],
+        *residuals: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `GraphPlan.backward`."""
-        stats, *optional = residuals
-        if grad_output.stride() != self._output[1] or grad_output.data_ptr() % 16:
-            given = grad_output
-            grad_output = torch.empty_strided(*self._output, dtype=self._dtype, device=query.device).copy_(given)
-        dtype, device = self._dtype, query.device
-        grads = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride in self._grads]
-        self._backward([query, key, value, *optional, output, grad_output, stats, *grads])
-        return (*grads, None)[:4]  # type: ignore[return-value]
+        if grad_output.stride() != self._output_stride or grad_output.data_ptr() % 16:
+            grad_output = self._new_output().copy_(grad_output)
+        grads = [new() for new in self._new_grads]
+        self._backward((query, key, value, output, *residuals, grad_output, *grads))
+        return grads[0], grads[1], grads[2], grads[3] if len(grads) == 4 else None
 
     def _optional(self, query: torch.Tensor, attn_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Bias and dropout seed, where the graph has them."""
@@ -345,23 +375,83 @@ class CudnnPlan:
         return (*bias, words[0, :1], words[1, :1])
 
 
-def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[list[torch.Tensor]], None]:
-    """Runs `graph` on buffers given in the order of `uids`, on the current stream of the device."""
+def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Runs `graph` on buffers given in the order of `uids`, ascending, on the current stream of the device."""
+    graph = _reloaded(graph, index)
+    launch = _launcher(graph, tuple(uids))
     size = max(graph.get_workspace_size(), 1)
-    byte = torch.uint8
+    kept = size <= _KEPT_WORKSPACE
     device = torch.device("cuda", index)
-    order = tuple(uids)
+    elsewhere = torch.cuda.device_count() > 1
+    empty, byte = torch.empty, torch.uint8
+    # The raw number costs 0.1 us, torch.cuda.current_stream() 5 (gpu_facts); inductor's generated code calls it too.
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+
+    def run(buffers: Sequence[torch.Tensor]) -> None:
+        if elsewhere and current_device() != index:
+            with torch.cuda.device(index):
+                return run(buffers)
+        lane, stream = _lane, current_stream(index)
+        if lane.stream != stream or lane.index != index:
+            lane.switch(index, stream)
+        # What a CUDA graph captures must live as long as the graph, so it gets a workspace from the graph's pool.
+        if kept and not is_capturing():
+            workspace = lane.workspace if lane.workspace is not None else lane.new_workspace()
+        else:
+            workspace = empty(size, dtype=byte, device=device)
+        return launch(lane, workspace, buffers)
+
+    return run
+
+
+# Frontends whose `_execute_with_raw_ptrs` was read, and seen right on an H200: device pointers in ascending order of
+# uid, copied before it returns. `execute` checks the buffers first, in Python, and costs 4 us more of 16.
+_RAW_FRONTENDS = ("1.32.",)
+
+
+def _launcher(graph: Any, uids: tuple[int, ...]) -> Callable[[_Lane, torch.Tensor, Sequence[torch.Tensor]], None]:
+    import cudnn
+
+    if cudnn.__version__.startswith(_RAW_FRONTENDS) and graph._variant_pack_uids() == list(uids):
+        count, execute_raw, data_ptr = len(uids), graph._lowered_graph._execute_with_raw_ptrs, torch.Tensor.data_ptr
+        pack = struct.Struct(f"{count}Q").pack_into
+
+        def raw(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+            pack(lane.pointers, 0, *map(data_ptr, buffers))
+            execute_raw(lane.address, count, data_ptr(workspace), lane.handle.backend_handle, -1)
+
+        return raw
     execute = graph.execute
-    if "tensor_uids" not in inspect.signature(execute).parameters:  # the frontend before 1.31
+    if "tensor_uids" in inspect.signature(execute).parameters:  # since frontend 1.31
 
-        def by_name(buffers: list[torch.Tensor]) -> None:
-            workspace = torch.empty(size, dtype=byte, device=device)
-            execute(dict(zip(order, buffers, strict=True)), workspace, handle=_handles.get(index))
+        def ordered(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+            execute(buffers, workspace, lane.handle, tensor_uids=uids)
 
-        return by_name
+        return ordered
 
-    def ordered(buffers: list[torch.Tensor]) -> None:
-        workspace = torch.empty(size, dtype=byte, device=device)
-        execute(buffers, workspace, _handles.get(index), tensor_uids=order)
+    def mapped(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+        execute(dict(zip(uids, buffers, strict=True)), workspace, handle=lane.handle)
 
-    return ordered
+    return mapped
+
+
+def _reloaded(graph: Any, index: int) -> Any:
+    """The plan as a later process will load it: it runs the same kernels, and costs 3 us less to call (H200)."""
+    import cudnn
+
+    loaded = cudnn.pygraph(handle=_handle(index))
+    loaded.deserialize(_handle(index), graph.serialize())
+    return loaded
+
+
+def _allocation(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, index: int
+) -> Callable[[], torch.Tensor]:
+    """Allocates one tensor, on the device that the plan is for."""
+    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if quick is not None and torch.cuda.device_count() == 1:
+        # What inductor's generated code allocates with, on the current device; half the cost of torch.empty_strided.
+        return functools.partial(quick, tuple(shape), tuple(stride), dtype)
+    device = torch.device("cuda", index)
+    return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)

@@ -31,7 +31,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class DeviceProfile:
 
     name: str
     cudnn: int
-    properties: dict[str, Any]
+    properties: dict[str, Any] = field(hash=False)  # a profile is part of a Target, which is part of a key
 
     @property
     def sm_version(self) -> int:

@@ -116,10 +116,9 @@ class NvfuserPlan:
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, ...]:
         """See `GraphPlan.forward`; the residuals are logsumexp (B, H, S) float32, philox seed and offset."""
-        output, *residuals = self._forward([query, key, value])
-        return output, residuals
+        return tuple(self._forward([query, key, value]))
 
     def backward(
         self,
@@ -129,7 +128,7 @@ class NvfuserPlan:
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         output: torch.Tensor,
-        residuals: Sequence[torch.Tensor],
+        *residuals: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `GraphPlan.backward`."""
         assert self._backward is not None, "built for inference, asked for gradients"

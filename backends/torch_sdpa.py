@@ -25,7 +25,7 @@ _Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | 
 
 
 class _TorchPlan:
-    """Runs one operator; `relayout` moves its output into the query's order of dimensions where needed."""
+    """Runs one operator, and moves its output into the query's order of dimensions where it comes in another."""
 
     differentiable = True
 
@@ -34,17 +34,24 @@ class _TorchPlan:
         self._stride = problem.output_stride
         # Dimensions of size 1 have strides of no meaning, which operators choose as they like.
         self._dims = [dim for dim, size in enumerate(problem.output_shape) if size > 1]
+        self.infer: _Operator = self._first
 
-    def infer(
+    def _first(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `Plan.infer`."""
+        """`Plan.infer`, until an output has shown its layout: an operator always chooses the same for one problem."""
         output = self._operator(query, key, value, attn_mask)
         stride = output.stride()
-        if stride != self._stride and any(stride[dim] != self._stride[dim] for dim in self._dims):
-            order = sorted(range(4), key=lambda dim: -self._stride[dim])
-            output = output.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
-        return output
+        if all(stride[dim] == self._stride[dim] for dim in self._dims):
+            self.infer = self._operator
+            return output
+        order = sorted(range(4), key=lambda dim: -self._stride[dim])
+        if order == [0, 1, 2, 3]:
+            self.infer = lambda *tensors: self._operator(*tensors).contiguous()
+        else:
+            back = [order.index(dim) for dim in range(4)]
+            self.infer = lambda *tensors: self._operator(*tensors).permute(order).contiguous().permute(back)
+        return output.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 class _TorchBackend:

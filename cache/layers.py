@@ -26,6 +26,11 @@ class Layered:
         self._usable = True
         self._lock = threading.Lock()
 
+    @property
+    def usable(self) -> bool:
+        """Whether the lower store still takes part."""
+        return self._usable
+
     def get(self, key: str) -> bytes | None:
         """Return the value, or None."""
         if self._usable:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api import configure, stats
     from .attention import scaled_dot_product_attention, use_backends
     from .errors import DeviceLostError, InvalidCallError, NoBackendError, SettingError, SidestepError
+    from .events import observe
 
 _HOMES = {
     "DeviceLostError": "errors",
@@ -23,6 +24,7 @@ _HOMES = {
     "SettingError": "errors",
     "SidestepError": "errors",
     "configure": "api",
+    "observe": "events",
     "scaled_dot_product_attention": "attention",
     "stats": "api",
     "use_backends": "attention",
@@ -34,6 +36,7 @@ __all__ = [
     "SettingError",
     "SidestepError",
     "configure",
+    "observe",
     "scaled_dot_product_attention",
     "stats",
     "use_backends",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -55,19 +55,20 @@ def scaled_dot_product_attention(
         NoBackendError: no backend can serve it; the text gives every backend's reason.
         ValueError: an unknown backend name; the known ones are listed.
     """
-    counters.calls += 1
     order = _get_order() if backends is None else backends if type(backends) is str else tuple(backends)
-    grad = _is_grad_enabled()
+    # Contiguous tensors need no strides in the signature; get_device() of key and value is half the price of .device.
     signature = (
-        query.shape, query.stride(), query.dtype, query.device, grad and query.requires_grad,
-        key.shape, key.stride(), key.dtype, key.device, grad and key.requires_grad,
-        value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad,
-        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dropout_p, is_causal, scale, enable_gqa,
-        order, _is_deterministic(), routing.autocast_dtype(query) if _is_any_autocast() else None,
+        query.shape, query.is_contiguous() or query.stride(), query.dtype, query.device,
+        key.shape, key.is_contiguous() or key.stride(), key.dtype, key.get_device(),
+        value.shape, value.is_contiguous() or value.stride(), value.dtype, value.get_device(),
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dropout_p, is_causal, scale, enable_gqa, order,
         None if attn_mask is None else (
-            attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device, grad and attn_mask.requires_grad,
-            attn_mask.data_ptr() & 15,
+            attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.get_device(), attn_mask.data_ptr() & 15,
+            attn_mask.requires_grad,
         ),
+        (query.requires_grad, key.requires_grad, value.requires_grad, _is_deterministic()) if _is_grad_enabled()
+        else None,
+        routing.autocast_dtype(query) if _is_any_autocast() else None,
     )  # fmt: skip
     route = _routes.get(signature)
     if route is None:
@@ -90,6 +91,3 @@ def use_backends(*names: str) -> Iterator[None]:
         yield
     finally:
         _order.reset(token)
-
-
-Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]

@@ -24,29 +24,27 @@ class Attention(torch.autograd.Function):
         attn_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """(B, H_q, S_q, D_v) from (B, H_q, S_q, D), (B, H_kv, S_kv, D), (B, H_kv, S_kv, D_v) and a rank-4 mask."""
-        output: torch.Tensor
-        output, residuals = served.forward(query, key, value, attn_mask)
+        output, *residuals = served.forward(query, key, value, attn_mask)
         ctx.save_for_backward(query, key, value, attn_mask, output, *residuals)
         ctx.served = served
-        return output
+        return output  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Gradients of query, key, value and mask, None for those that need none."""
+        """Gradients of query, key, value and mask; autograd drops those that nobody needs."""
         # The wrapper of once_differentiable costs microseconds, and is needed only under create_graph=True.
         return _refuse_second(ctx, grad_output) if torch.is_grad_enabled() else _backward(ctx, grad_output)
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-    query, key, value, attn_mask, output, *residuals = ctx.saved_tensors
-    grads = ctx.served.backward(grad_output, query, key, value, attn_mask, output, residuals)
-    _, *needed = ctx.needs_input_grad
-    if all(needed):
-        return (None, *grads)
-    return (None, *(grad if need else None for grad, need in zip(grads, needed, strict=True)))
+    return (None, *ctx.served.backward(grad_output, *ctx.saved_tensors))
 
 
 _refuse_second = once_differentiable(_backward)
+
+# Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
+# call has failed before, for their tensors have no data_ptr() for the signature.
+apply: Any = super(torch.autograd.Function, Attention).apply
 
 
 class Zeros(torch.autograd.Function):

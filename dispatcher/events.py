@@ -1,10 +1,16 @@
-"""Counters and the one logger; nothing is printed and no handler is installed."""
+"""Counters, subscribers and the one logger; nothing is printed and no handler is installed."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .decisions import Decision
+    from .problem import AttentionProblem
 
 logger = logging.getLogger("sidestep")
 
@@ -13,13 +19,13 @@ logger = logging.getLogger("sidestep")
 class Counters:
     """What this process, and the child processes that worked for it, did.
 
-    `calls` and `hits` count calls; the others count while a route is selected. Each is
+    `hits` and `misses` count calls; the others count while a route is selected. Each is
     changed by a single `+=` on a plain attribute, between whose load and store CPython
     (3.10 and newer, with its lock) does not switch threads.
     """
 
-    calls: int = 0
-    hits: int = 0
+    hits: int = 0  # calls that found a route
+    misses: int = 0  # all other calls, the refused ones included
     selections: int = 0
     builds: int = 0  # graphs whose construction was begun: a forward and a backward are two
     build_failures: int = 0  # refusals and errors met while building or on the first run
@@ -27,13 +33,13 @@ class Counters:
     fallbacks: int = 0  # selections answered by another backend than the first of the order
 
     def add(self, others: Mapping[str, int]) -> None:
-        """Add the counters of a child process."""
-        for name, value in others.items():
-            setattr(self, name, getattr(self, name) + value)
+        """Add the counters of a child process, as its `as_dict` gave them."""
+        for name in asdict(self):
+            setattr(self, name, getattr(self, name) + others[name])
 
     def as_dict(self) -> dict[str, int]:
-        """A copy as a plain dictionary."""
-        return asdict(self)
+        """A copy as a plain dictionary, with the calls in all."""
+        return {"calls": self.hits + self.misses, **asdict(self)}
 
 
 counters = Counters()
@@ -47,3 +53,25 @@ def once(key: str) -> bool:
         return False
     _said.add(key)
     return True
+
+
+# Told by select() what it decided: on the slow path only.
+subscribers: list[Callable[[AttentionProblem, tuple[Decision, ...]], None]] = []
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[list[tuple[AttentionProblem, tuple[Decision, ...]]]]:
+    """Collect what is decided in the block, by every thread: (problem, decisions), the serving backend last.
+
+    A call that was decided before decides nothing any more, and adds nothing.
+    """
+    seen: list[tuple[AttentionProblem, tuple[Decision, ...]]] = []
+
+    def tell(problem: AttentionProblem, decisions: tuple[Decision, ...]) -> None:
+        seen.append((problem, decisions))
+
+    subscribers.append(tell)
+    try:
+        yield seen
+    finally:
+        subscribers.remove(tell)

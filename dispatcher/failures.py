@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import settings
-from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Store, find_by_id, open_store
+from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Layered, Store, find_by_id, open_store
 from .events import logger, once
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ def reset() -> None:
         if _store is not None:
             _store.close()
         _store = None
+
+
+def usable() -> bool:
+    """Whether records really outlive this process, as far as the store has been used; what is wrong was logged."""
+    opened = store()
+    return not isinstance(opened, Layered) or opened.usable
 
 
 def _intents() -> Intents:

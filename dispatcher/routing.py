@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import selection, settings
-from .autograd import Attention, Zeros
+from . import autograd, selection, settings
 from .backends import registry
 from .backends.base import GraphPlan, Target
+from .events import counters
 from .problem import AttentionProblem
 from .selection import Route, routes
 from .semantics import Call, canonicalize, constant_output, is_canonical, problem_of
@@ -26,6 +26,7 @@ def miss(signature: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | 
     Raises:
         InvalidCallError, NoBackendError, ValueError: as `scaled_dot_product_attention` says.
     """
+    counters.misses += 1
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
     route, settled = _route(call, expand(names))
     if settled:
@@ -93,7 +94,7 @@ def _canonical_route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
     problem = problem_of(call, training, torch.are_deterministic_algorithms_enabled())
     if constant_output(problem):
-        return functools.partial(Zeros.apply, problem.output_shape), True
+        return functools.partial(autograd.Zeros.apply, problem.output_shape), True
     index = call.query.device.index
     result = selection.select(problem, order, Target(-1 if index is None else index), call[:4])
     if result.served is None:
@@ -103,5 +104,5 @@ def _canonical_route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
 
 def _serving(problem: AttentionProblem, served: selection.Served) -> Route:
     if problem.training and isinstance(served.plan, GraphPlan):
-        return functools.partial(Attention.apply, served)
+        return functools.partial(autograd.apply, served)
     return served.plan.infer

@@ -23,7 +23,7 @@ from .backends.base import Backend, GraphPlan, Plan, Progress, Target
 from .cache import FailureRecord, failure_key
 from .decisions import Chosen, Decision, Failed, Rejected, Remembered, Untried, describe
 from .errors import DeviceLostError, NoBackendError
-from .events import counters, logger, once
+from .events import counters, logger, once, subscribers
 
 if TYPE_CHECKING:
     from .problem import AttentionProblem
@@ -63,22 +63,12 @@ class Served:
         self.backend, self.plan, self.problem, self.order, self.target = backend, plan, problem, order, target
         self.forward: Any = getattr(plan, "forward", None)  # bound here: the hot path saves a look-up
 
-    def backward(
-        self,
-        grad_output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        output: torch.Tensor,
-        residuals: Sequence[torch.Tensor],
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(self, grad_output: torch.Tensor, *saved: Any) -> Sequence[torch.Tensor | None]:
         """The plan's backward; where it fails, the gradients by the next backend from query, key and value."""
         try:
-            plan = cast(GraphPlan, self.plan)
-            return plan.backward(grad_output, query, key, value, attn_mask, output, residuals)
+            return cast(GraphPlan, self.plan).backward(grad_output, *saved)
         except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
-            return _recover_backward(error, self, grad_output, (query, key, value, attn_mask))
+            return _recover_backward(error, self, grad_output, saved[:4])
 
 
 def select(
@@ -132,8 +122,14 @@ def select(
             decisions.append(Chosen(name))
             counters.fallbacks += len(decisions) > 1
             served = Served(name, plan, problem, order, target)
-            return Selection(tuple(decisions), served, settled, cause)
-    return Selection(tuple(decisions), None, settled, cause)
+            return _told(problem, Selection(tuple(decisions), served, settled, cause))
+    return _told(problem, Selection(tuple(decisions), None, settled, cause))
+
+
+def _told(problem: AttentionProblem, selection: Selection) -> Selection:
+    for tell in list(subscribers):
+        tell(problem, selection.decisions)
+    return selection
 
 
 def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:
@@ -262,10 +258,10 @@ def _gradients(
         return ()
     if isinstance(plan, GraphPlan):
         with torch.no_grad():
-            output, residuals = plan.forward(query, key, value, mask)
+            output, *residuals = plan.forward(query, key, value, mask)
             progress.direction = "backward"
             grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-            return plan.backward(grad_output, query, key, value, mask, output, residuals)
+            return plan.backward(grad_output, query, key, value, mask, output, *residuals)
     leaves = [query, key, value] + ([mask] if problem.mask and problem.mask.requires_grad else [])
     with torch.enable_grad():
         for leaf in leaves:

@@ -73,6 +73,18 @@ class Settings:
                 values[setting.name] = _parsed(variable, environ[variable], setting.metadata["parse"])
         return cls(**values)
 
+    def to_environ(self) -> dict[str, str]:
+        """The variables that give another process these settings."""
+        result = {}
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(value, tuple):
+                value = ",".join(value)
+            elif isinstance(value, bool):
+                value = int(value)
+            result[setting.metadata["variable"]] = "" if value is None else str(value)
+        return result
+
     def directory(self) -> Path:
         """The folder of the disk cache."""
         if self.cache_dir is not None:
