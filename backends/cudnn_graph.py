@@ -43,7 +43,7 @@ class CudnnBackend:
         rules = [
             (problem.device != "cuda", f"device {problem.device}: runs on cuda"),
             (problem.dtype == "float64", "float64"),
-            # These end the process, or divide by zero inside the frontend (cuDNN 9.19, gpu_facts trap 2).
+            # These end the process, or divide by zero inside the frontend (docs/gpu-notes.md, 2).
             (any(0 in layout.shape for layout in named.values()), "a dimension of size 0"),
         ]
         rules += [
@@ -65,8 +65,8 @@ class CudnnBackend:
         if mask is not None:
             rules.append((mask.stride[3] not in (0, 1), f"mask: last stride {mask.stride[3]}, must be 1 or 0"))
         if mask is not None and mask.requires_grad:
-            # The bias is declared with its query dimension expanded (trap 4), and dBias of that form is refused; the
-            # unexpanded form builds and gives wrong dQ, dK, dV.
+            # The bias is declared with its query dimension expanded (docs/gpu-notes.md, 4); a dBias of that form is
+            # refused, and the unexpanded form builds and gives wrong dQ, dK, dV.
             rules += [
                 (mask.shape[2] == 1 != problem.query.shape[2], "gradient of a mask whose query dimension is 1"),
                 (mask.dtype != problem.dtype, f"gradient of a {mask.dtype} mask over {problem.dtype}"),
@@ -103,7 +103,7 @@ class CudnnBackend:
         return "unsupported" if isinstance(error, RuntimeError) and "NOT_SUPPORTED" in text else "error"
 
 
-# What the texts name when it is the machine that is lacking: the class is that of a real refusal (trap 13).
+# What the texts name when the machine is lacking: the class is that of a real refusal (docs/gpu-notes.md, 9).
 _NO_DEVICE = (
     "libcuda",
     "cudaGetDevice",
@@ -205,7 +205,7 @@ def bias_layout(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, 
     """Shape, strides and dtype of the additive bias that stands for the mask.
 
     The query dimension is always expanded, with stride 0: declared with size 1 the backward is silently wrong
-    (gpu_facts, trap 4). The other dimensions are as they broadcast. A bool mask becomes 0 and -inf in the query's
+    (docs/gpu-notes.md, 4). The other dimensions are as they broadcast. A bool mask becomes 0 and -inf in the query's
     dtype, contiguous in the mask's own shape.
     """
     mask = problem.mask
@@ -268,6 +268,7 @@ class _Lane(threading.local):
     index = -1
     stream = -1
     handle: Any = None
+    backend_handle: Any = None  # the number in the handle, which frontends with a raw entry point have
     workspace: torch.Tensor | None = None
 
     def __init__(self) -> None:
@@ -283,6 +284,7 @@ class _Lane(threading.local):
             with torch.cuda.device(index):
                 self._handles[index] = cudnn.create_handle()
         self.handle = self._handles[index]
+        self.backend_handle = getattr(self.handle, "backend_handle", None)
         cudnn.set_stream(handle=self.handle, stream=stream)
         self.workspace = None
         self.index, self.stream = index, stream
@@ -378,13 +380,15 @@ class CudnnPlan:
 def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[torch.Tensor]], None]:
     """Runs `graph` on buffers given in the order of `uids`, ascending, on the current stream of the device."""
     graph = _reloaded(graph, index)
-    launch = _launcher(graph, tuple(uids))
+    raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, tuple(uids))
+    count = len(uids)
+    pack, data_ptr = struct.Struct(f"{count}Q").pack_into, torch.Tensor.data_ptr
     size = max(graph.get_workspace_size(), 1)
     kept = size <= _KEPT_WORKSPACE
     device = torch.device("cuda", index)
     elsewhere = torch.cuda.device_count() > 1
     empty, byte = torch.empty, torch.uint8
-    # The raw number costs 0.1 us, torch.cuda.current_stream() 5 (gpu_facts); inductor's generated code calls it too.
+    # The raw number costs 0.1 us, torch.cuda.current_stream() 5; inductor's generated code calls it too.
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
@@ -400,7 +404,12 @@ def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[t
             workspace = lane.workspace if lane.workspace is not None else lane.new_workspace()
         else:
             workspace = empty(size, dtype=byte, device=device)
-        return launch(lane, workspace, buffers)
+        if raw is None:
+            execute(lane.handle, workspace, buffers)
+        else:
+            pack(lane.pointers, 0, *map(data_ptr, buffers))
+            raw(lane.address, count, data_ptr(workspace), lane.backend_handle, -1)
+        return None
 
     return run
 
@@ -410,30 +419,18 @@ def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[t
 _RAW_FRONTENDS = ("1.32.",)
 
 
-def _launcher(graph: Any, uids: tuple[int, ...]) -> Callable[[_Lane, torch.Tensor, Sequence[torch.Tensor]], None]:
+def _raw_entry_point(graph: Any, uids: Sequence[int]) -> Any:
     import cudnn
 
-    if cudnn.__version__.startswith(_RAW_FRONTENDS) and graph._variant_pack_uids() == list(uids):
-        count, execute_raw, data_ptr = len(uids), graph._lowered_graph._execute_with_raw_ptrs, torch.Tensor.data_ptr
-        pack = struct.Struct(f"{count}Q").pack_into
+    known = cudnn.__version__.startswith(_RAW_FRONTENDS) and graph._variant_pack_uids() == list(uids)
+    return graph._lowered_graph._execute_with_raw_ptrs if known else None
 
-        def raw(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-            pack(lane.pointers, 0, *map(data_ptr, buffers))
-            execute_raw(lane.address, count, data_ptr(workspace), lane.handle.backend_handle, -1)
 
-        return raw
+def _entry_point(graph: Any, uids: tuple[int, ...]) -> Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], None]:
     execute = graph.execute
     if "tensor_uids" in inspect.signature(execute).parameters:  # since frontend 1.31
-
-        def ordered(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-            execute(buffers, workspace, lane.handle, tensor_uids=uids)
-
-        return ordered
-
-    def mapped(lane: _Lane, workspace: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-        execute(dict(zip(uids, buffers, strict=True)), workspace, handle=lane.handle)
-
-    return mapped
+        return lambda handle, workspace, buffers: execute(buffers, workspace, handle, tensor_uids=uids)
+    return lambda handle, workspace, buffers: execute(dict(zip(uids, buffers, strict=True)), workspace, handle=handle)
 
 
 def _reloaded(graph: Any, index: int) -> Any:

@@ -110,6 +110,9 @@ class FlashBackend(_TorchBackend):
         if problem.device == "cpu":
             rules.append((problem.dropout_p > 0, "no dropout on CPU"))
             rules.append((bool(problem.mask and problem.mask.requires_grad), "no gradient of the mask"))
+            # It multiplies the -inf of excluded keys by the scale: NaN, or those keys alone (torch 2.11, tried).
+            turned = problem.is_causal and not problem.scale > 0
+            rules.append((turned, f"causal with scale {problem.scale:g}, must be positive"))
         else:
             rules.append((problem.mask is not None, "no mask on CUDA"))
             rules.append((other_causal(problem), OTHER_CAUSAL))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from .selection import Served
@@ -24,23 +23,41 @@ class Attention(torch.autograd.Function):
         attn_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """(B, H_q, S_q, D_v) from (B, H_q, S_q, D), (B, H_kv, S_kv, D), (B, H_kv, S_kv, D_v) and a rank-4 mask."""
-        output, *residuals = served.forward(query, key, value, attn_mask)
-        ctx.save_for_backward(query, key, value, attn_mask, output, *residuals)
+        results: tuple[torch.Tensor, ...] = served.forward(query, key, value, attn_mask)
+        ctx.save_for_backward(query, key, value, attn_mask, *results)
         ctx.served = served
-        return output  # type: ignore[no-any-return]
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         """Gradients of query, key, value and mask; autograd drops those that nobody needs."""
-        # The wrapper of once_differentiable costs microseconds, and is needed only under create_graph=True.
-        return _refuse_second(ctx, grad_output) if torch.is_grad_enabled() else _backward(ctx, grad_output)
+        if not _is_grad_enabled():
+            return ctx.served.backward(grad_output, *ctx.saved_tensors)
+        # create_graph=True. once_differentiable would look at grad_output alone, and let second derivatives through
+        # query, key and value vanish without a word.
+        inputs = [tensor for tensor in ctx.saved_tensors[:4] if tensor is not None and tensor.requires_grad]
+        with torch.no_grad():
+            grads = ctx.served.backward(grad_output, *ctx.saved_tensors)
+        return tuple(None if grad is None else _Once.apply(grad, grad_output, *inputs) for grad in grads)
 
 
-def _backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-    return (None, *ctx.served.backward(grad_output, *ctx.saved_tensors))
+_is_grad_enabled = torch.is_grad_enabled
 
 
-_refuse_second = once_differentiable(_backward)
+class _Once(torch.autograd.Function):
+    """A gradient that depends on its other arguments in a way that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "the gradients of this backend cannot be differentiated again (double backward); torch_math's can: "
+            "scaled_dot_product_attention(..., backends='torch_math')"
+        )
+
 
 # Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
 # call has failed before, for their tensors have no data_ptr() for the signature.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _Tensors = Sequence["torch.Tensor | None"]
 
-# Plans whose first run succeeded. A plan holds a compiled graph (about 100 kB, gpu_facts); bounded, oldest out first.
+# Plans whose first run succeeded. A plan holds a compiled graph (about 100 kB on disk); bounded, oldest out first.
 MAX_PLANS = 1024
 _plans: OrderedDict[tuple[str, AttentionProblem, Target], Plan] = OrderedDict()
 _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
@@ -63,12 +63,15 @@ class Served:
         self.backend, self.plan, self.problem, self.order, self.target = backend, plan, problem, order, target
         self.forward: Any = getattr(plan, "forward", None)  # bound here: the hot path saves a look-up
 
-    def backward(self, grad_output: torch.Tensor, *saved: Any) -> Sequence[torch.Tensor | None]:
-        """The plan's backward; where it fails, the gradients by the next backend from query, key and value."""
+    def backward(self, grad_output: torch.Tensor, *saved: Any) -> tuple[torch.Tensor | None, ...]:
+        """The plan's backward; where it fails, the gradients by the next backend from query, key and value.
+
+        One None comes first, for the argument of the autograd function that is no tensor.
+        """
         try:
-            return cast(GraphPlan, self.plan).backward(grad_output, *saved)
+            return (None, *cast(GraphPlan, self.plan).backward(grad_output, *saved))
         except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
-            return _recover_backward(error, self, grad_output, saved[:4])
+            return (None, *_recover_backward(error, self, grad_output, saved[:4]))
 
 
 def select(
