@@ -56,9 +56,7 @@ class Progress:
 
 
 class Plan(Protocol):
-    """Serves one problem on one device. `differentiable` plans are known to autograd by themselves."""
-
-    differentiable: bool
+    """Serves one problem on one device, by operators that autograd knows (or see `GraphPlan`)."""
 
     def infer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None

@@ -55,10 +55,14 @@ class CudnnBackend:
         single = problem.dtype == "float32"
         rules.append((single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"))
         rules.append((single and problem.mask is not None, "float32 with a mask"))
-        # The frontend refuses these since 1.32; 1.28 builds them, for kernels that read 16 bytes at a time.
+        # The frontend refuses these since 1.32; 1.28 builds them, for kernels that read 16 bytes at a time. (Head sizes
+        # that are no multiples of 8 have such strides too, and are refused by both.)
         step = 16 // problem.itemsize
         rules += [
-            (uneven(layout, step), f"{name}: strides {layout.stride} are not multiples of 16 bytes")
+            (
+                layout.shape[3] % 8 == 0 and uneven(layout, step),
+                f"{name}: strides {layout.stride} not multiples of 16 bytes",
+            )
             for name, layout in named.items()
         ]
         mask = problem.mask
@@ -89,6 +93,8 @@ class CudnnBackend:
         for direction in directions:
             progress.begin(direction)
             graphs[direction] = _build(problem, direction, target, progress)
+        if target.profile is not None:
+            return AbsentPlan()
         return CudnnPlan(problem, graphs["forward"], graphs.get("backward"), target.index)
 
     def verdict(self, error: Exception) -> Verdict:
@@ -108,6 +114,7 @@ _NO_DEVICE = (
     "libcuda",
     "cudaGetDevice",
     "cuda_get_device",
+    "driver version is insufficient",
     "RUNTIME_PREREQUISITE_MISSING",
     "NVRTC",
     "INTERNAL_ERROR_COMPILATION_FAILED",
@@ -306,10 +313,22 @@ def _handle(index: int) -> Any:
     return _lane.handle
 
 
+class AbsentPlan:
+    """Says that the graphs can be built for a GPU that is not here; they cannot be run."""
+
+    def infer(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Plan.infer`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("this plan was built for a GPU that is not here")
+
+
 class CudnnPlan:
     """A forward graph and, for training, a backward one; `GraphPlan` says what the methods do."""
-
-    differentiable = False
 
     def __init__(self, problem: AttentionProblem, forward: Any, backward: Any | None, index: int) -> None:
         mask = problem.mask

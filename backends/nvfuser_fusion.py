@@ -100,8 +100,6 @@ def _define(nvfuser: Any, problem: AttentionProblem, *, backward: bool) -> Calla
 class NvfuserPlan:
     """A forward fusion and, for training, a backward one."""
 
-    differentiable = False
-
     def __init__(
         self, forward: Callable[[list[Any]], list[Any]], backward: Callable[[list[Any]], list[Any]] | None
     ) -> None:

@@ -27,8 +27,6 @@ _Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | 
 class _TorchPlan:
     """Runs one operator, and moves its output into the query's order of dimensions where it comes in another."""
 
-    differentiable = True
-
     def __init__(self, problem: AttentionProblem, operator: _Operator) -> None:
         self._operator = operator
         self._stride = problem.output_stride

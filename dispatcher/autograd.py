@@ -36,9 +36,10 @@ class Attention(torch.autograd.Function):
         # create_graph=True. once_differentiable would look at grad_output alone, and let second derivatives through
         # query, key and value vanish without a word.
         inputs = [tensor for tensor in ctx.saved_tensors[:4] if tensor is not None and tensor.requires_grad]
+        once: Any = _Once.apply
         with torch.no_grad():
             grads = ctx.served.backward(grad_output, *ctx.saved_tensors)
-        return tuple(None if grad is None else _Once.apply(grad, grad_output, *inputs) for grad in grads)
+        return tuple(None if grad is None else once(grad, grad_output, *inputs) for grad in grads)
 
 
 _is_grad_enabled = torch.is_grad_enabled

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import is_autocast_available
 
 from . import autograd, selection, settings
 from .backends import registry
@@ -37,7 +38,9 @@ def miss(signature: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast gives attention on the tensor's device, or None where it is off."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:

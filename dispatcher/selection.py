@@ -393,8 +393,10 @@ def _name(error: Exception) -> str:
 
 
 def _summary(name: str, text: str) -> str:
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    return f"{name}: {first[:160]}" if first else name
+    """One line: the class, and the reason, which the frontend puts behind its own words and a dump of the graph."""
+    sign = next((sign for sign in ("Reason:", "the backend declined:") if sign in text), "")
+    lines = (text.partition(sign)[2] if sign else text).strip().splitlines()
+    return f"{name.rpartition('.')[2]}: {lines[0][:200]}" if lines else name
 
 
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]

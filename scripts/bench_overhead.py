@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cudnn
 import torch
@@ -187,7 +187,7 @@ def main() -> int:
             ("kernels, 4x32x4096x128 (GPU us)", lambda: bench_kernels((4, 32, 32, 4096, 128)), lambda b: 1.03 * b),
             ("kernels, 1x32/8x8192x128 (GPU us)", lambda: bench_kernels((1, 32, 8, 8192, 128)), lambda b: 1.03 * b),
         ):
-            times = run()
+            times = cast(Callable[[], dict[str, float]], run)()
             base = next(value for key, value in times.items() if key != "sidestep")
             bound = round(limit(base), 2)
             results[name] = {
@@ -200,7 +200,7 @@ def main() -> int:
     report = {
         "schema": 1,
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_properties(0).name,
         "torch": torch.__version__,
         "cudnn": cudnn.backend_version(),
         "cudnn_frontend": cudnn.__version__,

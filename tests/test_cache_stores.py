@@ -10,6 +10,7 @@ import threading
 
 import diskcache
 import pytest
+from store_worker import work
 
 from sidestep.cache import Layered, MemoryStore, RefusedError, find_by_id, open_store, record_id
 from sidestep.cache.disk_store import DiskStore
@@ -184,24 +185,6 @@ def test_opening_and_reading_write_nothing(tmp_path):
     assert list(store.keys()) == ["a"]
     writer.execute("ROLLBACK")
     writer.close()
-
-
-def work(path, name, barrier, failures):
-    try:
-        store = DiskStore(path)
-        barrier.wait(30)
-        for number in range(100):
-            store.set(f"{name}/{number}", f"{name} {number}".encode() * 100)
-            store.set("shared", f"{name}".encode() * 10_000)
-            shared = store.get("shared")
-            assert shared is not None
-            assert shared in {str(other).encode() * 10_000 for other in range(10)}
-            if number % 3 == 0:
-                assert store.delete(f"{name}/{number}")
-        assert len(list(store.keys(f"{name}/"))) == 66
-    except BaseException as error:
-        failures.put(repr(error))
-        raise
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -1,0 +1,679 @@
+"""The command line: each command is a pure function that returns data, and two printers.
+
+Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 not found or the work failed, 2 wrong usage, a SPEC or a
+setting that cannot be used included. torch, cudnn, yaml and rich are imported by the commands that need them: a
+listing must not wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from . import __version__, api
+from . import failures as records
+from . import settings as settings_table
+from .cache import FailureRecord, Kind
+from .decisions import Chosen, Decision, Failed, Rejected, Remembered, describe, to_json
+from .errors import SidestepError
+from .problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from .spec import Item, Spec
+    from .worker import Answer, ChildError
+
+_BUGS = ("error", "crash", "timeout")
+_PIPE_WIDTH = 1000  # columns: a pipe has no edge at which a line would have to be cut
+
+
+class _Command(click.Command):
+    """Sidestep's own exceptions as click's: a text on stderr, and the exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SidestepError as error:
+            kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
+            raise kind(str(error)) from error
+
+
+class _Group(click.Group):
+    command_class = _Command
+    group_class = type
+
+
+def _names(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    from .backends import registry
+
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    try:
+        registry.expand(names)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return names
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+_backends = click.option("--backends", callback=_names, metavar="A,B", help="Names in the order in which to ask them.")
+_timeout = click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="Seconds per problem."
+)
+_kind = click.option("--kind", type=click.Choice(get_args(Kind)), help="Only records of this kind.")
+
+
+@click.group(cls=_Group)
+@click.version_option(__version__, prog_name="sidestep")
+def main() -> None:
+    """Scaled dot-product attention by the first backend that really works: what is known, and why."""
+
+
+# failures ------------------------------------------------------------------------------------------------------------
+
+
+@main.group()
+def failures() -> None:
+    """The records of builds that failed. IDs may be cut to any unique prefix."""
+
+
+@failures.command("list")
+@_kind
+@click.option("--backend", help="Only this backend's.")
+@click.option("--last", type=click.IntRange(1), metavar="N", help="Only the N newest.")
+@_json
+def failures_list(kind: str | None, backend: str | None, last: int | None, as_json: bool) -> None:
+    """List the records, the newest first."""
+    found = list(itertools.islice(select_records(kind, backend), last))
+    _require_cache()
+    if as_json:
+        _print_json([record_json(record) for record in found])
+    elif found:
+        rows = [
+            (
+                record.id,
+                record.kind,
+                record.backend,
+                record.direction,
+                str(record.count),
+                _iso(record.last_time)[:16],
+                problem_text(record),
+                _first_line(record),
+            )
+            for record in found
+        ]
+        header = ("ID", "KIND", "BACKEND", "DIRECTION", "COUNT", "LAST (UTC)", "PROBLEM", "EXCEPTION")
+        _print_table(header, rows, whole=6)
+    else:
+        click.echo(f"no such failures on record ({_place()})", err=True)
+
+
+@failures.command("show")
+@click.argument("id")
+@_json
+def failures_show(id: str, as_json: bool) -> None:  # noqa: A002 - the name on the command line
+    """Show all of one record, its traceback included."""
+    record = find_record(id)
+    if as_json:
+        _print_json([record_json(record)])
+    else:
+        click.echo(_clean(record_text(record)))
+
+
+@failures.command("forget")
+@click.argument("ids", nargs=-1, metavar="ID...")
+@click.option("--all", "everything", is_flag=True, help="Every record, or all of a kind.")
+@_kind
+@_json
+def failures_forget(ids: tuple[str, ...], everything: bool, kind: str | None, as_json: bool) -> None:
+    """Forget records, so that the next call tries the backend again."""
+    if bool(ids) == (everything or kind is not None):
+        raise click.UsageError("give IDs, or --all, or --kind KIND")
+    found = [find_record(one) for one in ids] if ids else list(select_records(kind, None))
+    _require_cache()
+    for record in found:
+        records.forget(record)
+    if as_json:
+        _print_json([{"id": record.id} for record in found])
+    else:
+        click.echo(f"forgotten: {', '.join(record.id for record in found) or 'nothing, there was none'}", err=True)
+
+
+@failures.command("retry")
+@click.argument("id")
+@click.option("--device", metavar="PROFILE", help="The device profile of a record made for an absent GPU.")
+@_timeout
+@_json
+def failures_retry(id: str, device: str | None, timeout: float, as_json: bool) -> None:  # noqa: A002 - as above
+    """Try again now, in a child process: on success the record is forgotten, else renewed."""
+    from .worker import ChildError
+
+    record = find_record(id)
+    try:
+        decision = retry(record, device, timeout).decisions[0]
+    except ChildError as error:
+        if as_json:
+            _print_json([{"id": record.id, "forgotten": False, "decision": None}], True, error)
+        _fail(error)
+    forgotten = isinstance(decision, Chosen)
+    if as_json:
+        _print_json([{"id": record.id, "forgotten": forgotten, "decision": to_json(decision)}], True)
+    else:
+        what = "works now; the record is forgotten" if forgotten else str(decision)
+        click.echo(_clean(f"{decision.backend}: {what}"))
+    sys.exit(0 if forgotten else 1)
+
+
+def select_records(kind: str | None, backend: str | None) -> Iterator[FailureRecord]:
+    """The records of a kind and a backend (None: of all), newest first."""
+    for record in records.records():
+        if kind in (None, record.kind) and backend in (None, record.backend):
+            yield record
+
+
+def find_record(id_prefix: str) -> FailureRecord:
+    """The one record whose id begins with `id_prefix`.
+
+    Raises:
+        click.ClickException: there is none, or there are several.
+    """
+    found = records.find(id_prefix) if id_prefix else []
+    _require_cache()
+    if not found:
+        raise click.ClickException(f"no record {id_prefix!r} ({_place()}); see: sidestep failures list")
+    if len(found) > 1:
+        raise click.ClickException(
+            f"{id_prefix!r} is ambiguous: {', '.join(sorted(record.id for record in found))}; give more digits"
+        )
+    return found[0]
+
+
+def record_json(record: FailureRecord) -> dict[str, Any]:
+    """A record as JSON: its fields, times in ISO 8601, its id, and when it is tried again."""
+    retry_time = record.retry_time()
+    return {
+        "id": record.id,
+        **record.to_json(),
+        "first_time": _iso(record.first_time),
+        "last_time": _iso(record.last_time),
+        "retry_time": None if retry_time is None else _iso(retry_time),
+    }
+
+
+def record_text(record: FailureRecord) -> str:
+    """All of a record for people."""
+    retry_time = record.retry_time()
+    never = "never, a person said so" if record.kind == "denied" else "when the environment changes"
+    lines = {
+        "kind": record.kind,
+        "backend": record.backend,
+        "failed in": f"{record.direction}, {record.stage}, after {record.duration:.3g} s",
+        "problem": problem_text(record),
+        "exception": f"{record.exception_type}: {record.exception_text}",
+        "first": _iso(record.first_time),
+        "last": f"{_iso(record.last_time)} (count {record.count})",
+        "tried again": never if retry_time is None else f"after {_iso(retry_time)}, or when the environment changes",
+        "built on": "a machine without the GPU" if record.built_on == "offline" else "the device itself",
+        "environment": ", ".join(f"{name} {value}" for name, value in record.environment.items()),
+        "as JSON": json.dumps(record.problem),
+    }
+    return "\n".join(
+        [
+            f"failure {record.id}",
+            *(f"  {name:<12} {text}" for name, text in lines.items()),
+            "",
+            record.traceback.rstrip(),
+            "",
+            f"  try it now:  sidestep failures retry {record.id}",
+            f"  forget it:   sidestep failures forget {record.id}",
+        ]
+    )
+
+
+def problem_text(record: FailureRecord) -> str:
+    """The record's problem in one line; as JSON where another version wrote it."""
+    try:
+        return str(AttentionProblem.from_json(record.problem))
+    except ValueError:
+        return json.dumps(record.problem)
+
+
+def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
+    """Ask the record's backend again, in a child; the record is forgotten on success, else renewed or kept.
+
+    Args:
+        record: what failed.
+        device: the device profile for a record made offline; None for the shipped one of its GPU.
+        timeout: seconds.
+
+    Raises:
+        WorkerError: it cannot be tried here; the record is kept.
+        ChildError: under SIDESTEP_STRICT=1, the backend's bug.
+    """
+    from .worker import Worker, WorkerError
+
+    if record.kind in ("wrong", "denied"):
+        reason = "found wrong by its numbers, which a build does not show" if record.kind == "wrong" else "denied"
+        raise WorkerError(f"{record.id} was {reason}; to allow it: sidestep failures forget {record.id}")
+    try:
+        problem = AttentionProblem.from_json(record.problem)
+    except ValueError as error:
+        raise WorkerError(f"{record.id} was written by another version, and is kept: {error}") from error
+    if record.built_on == "offline":
+        device = device or _shipped_profile(record)
+    forgotten = False
+    with Worker(device) as worker:
+        records.forget(record)
+        try:
+            answer = worker.ask(problem, [record.backend], timeout, only_in=record.environment)
+            forgotten = isinstance(answer.decisions[0], Chosen)
+        finally:
+            newer = records.find(record.id)
+            if not forgotten:
+                records.forget(record)
+                for one in (record, *newer):  # the newer one takes over the history of the record
+                    records.keep(one)
+    return answer
+
+
+def _shipped_profile(record: FailureRecord) -> str:
+    from .backends.cudnn_offline import PROFILE_FOLDER, OfflineError, load_profile
+    from .worker import WorkerError
+
+    wanted = (record.environment.get("device"), record.environment.get("cudnn"))
+    for path in sorted(PROFILE_FOLDER.glob("*.json")):
+        try:
+            profile = load_profile(str(path))
+        except OfflineError as error:
+            raise WorkerError(str(error)) from error
+        if (profile.device_name, profile.cudnn) == wanted:
+            return str(path)
+    raise WorkerError(
+        f"{record.id} was made for {wanted[0]} with cuDNN {wanted[1]}, for which no device profile is shipped: "
+        "give one with --device PROFILE. The record is kept"
+    )
+
+
+# explain -------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--batch", type=int, required=True)
+@click.option("--heads", type=int, required=True)
+@click.option("--kv-heads", type=int, help="Default: heads.")
+@click.option("--query-length", type=int, required=True)
+@click.option("--key-length", type=int, help="Default: query length.")
+@click.option("--head-size", type=int, required=True)
+@click.option("--value-head-size", type=int, help="Default: head size.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--layout", default="bhsd", show_default=True, help="bhsd or bshd: the order in memory.")
+@click.option("--causal", is_flag=True)
+@click.option("--training", is_flag=True)
+@click.option("--mask", default="none", show_default=True, help="none, bool, float32, or same (the query's dtype).")
+@click.option("--mask-shape", default="1,1,S_q,S_kv", show_default=True, help="Of B, H, S_q, S_kv and numbers.")
+@click.option("--mask-grad", is_flag=True, help="The mask needs a gradient.")
+@click.option("--dropout", type=float, default=0.0, show_default=True)
+@click.option("--scale", type=float, help="Default: 1/sqrt(head size).")
+@click.option("--device", metavar="cpu|cuda|PROFILE", help="Default: cuda where there is a GPU, else cpu.")
+@_backends
+@_json
+def explain(device: str | None, backends: tuple[str, ...] | None, as_json: bool, **given: Any) -> None:
+    """What a call would meet, by rules and records alone: nothing is built or run."""
+    from . import spec
+
+    shape = [int(part) if part.strip().isdecimal() else part.strip() for part in given["mask_shape"].split(",")]
+    fields = {name: value for name, value in {**given, "mask_shape": shape}.items() if value is not None}
+    spec.problem_of(fields)  # a mistake is told before torch is imported
+    device, decisions, problem = explain_problem(fields, device, backends)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"schema": 1, "items": list(map(to_json, decisions)), "device": device, "problem": problem.to_json()}
+            )
+        )
+        return
+    click.echo(f"{problem}; device {device}", err=True)
+    if not decisions:
+        click.echo("the output is zeros or empty whatever the numbers: no backend is asked", err=True)
+        return
+    _print_table(("BACKEND", "DECISION"), [(decision.backend, str(decision)) for decision in decisions], whole=1)
+
+
+def explain_problem(
+    fields: Mapping[str, Any], device: str | None, backends: Sequence[str] | None
+) -> tuple[str, tuple[Decision, ...], AttentionProblem]:
+    """What is known of a problem, and nothing tried.
+
+    Args:
+        fields: as in a SPEC, without `device`.
+        device: 'cpu', 'cuda' or a device profile; None for cuda where there is a GPU, else cpu.
+        backends: in order; None for the order in force.
+
+    Returns:
+        The device, the decisions (none where the output is constant), the problem.
+
+    Raises:
+        SpecError: the problem cannot be.
+        WorkerError: the device profile cannot be used here.
+    """
+    import torch
+
+    from . import selection, spec
+    from .backends import registry
+    from .backends.base import Target
+    from .backends.cudnn_offline import OfflineError, check_version, load_profile
+    from .semantics import constant_output
+    from .worker import WorkerError
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target(-1 if device == "cpu" else 0)
+    if device not in ("cpu", "cuda"):
+        try:
+            target = Target(0, load_profile(device))
+            assert target.profile is not None
+            import cudnn
+
+            check_version(target.profile, int(cudnn.backend_version()))
+        except (OfflineError, ImportError) as error:
+            raise WorkerError(str(error)) from error
+    elif device == "cuda" and not torch.cuda.is_available():
+        click.echo("no GPU here: rules alone can tell; records need a GPU, or a device profile (h200)", err=True)
+    problem = spec.problem_of({**fields, "device": "cpu" if device == "cpu" else "cuda"})
+    if constant_output(problem):
+        return device, (), problem
+    order = registry.expand(settings_table.get().backends if backends is None else backends)
+    return device, selection.explain(problem, order, target), problem
+
+
+# warmup --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a warm-up found for one problem; `answer` is None where the output is constant and nobody was asked."""
+
+    item: Item
+    answer: Answer | None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """About every backend asked, in order."""
+        return self.answer.decisions if self.answer else ()
+
+    @property
+    def served_by(self) -> str | None:
+        """The backend that serves, if one does."""
+        return next((decision.backend for decision in self.decisions if isinstance(decision, Chosen)), None)
+
+    @property
+    def is_bug(self) -> bool:
+        """A backend failed, now or before, in a way that is no refusal."""
+        return any(isinstance(one, (Failed, Remembered)) and one.kind in _BUGS for one in self.decisions)
+
+    @property
+    def word(self) -> str:
+        """The outcome in one word."""
+        if self.answer is None:
+            return "constant"
+        if self.served_by:
+            return "served"
+        if self.is_bug:
+            return "bug"
+        if any(isinstance(decision, Remembered) for decision in self.decisions):
+            return "known bad"
+        return "by rule" if all(isinstance(decision, Rejected) for decision in self.decisions) else "refused"
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON."""
+        return {
+            **_item_json(self.item),
+            "outcome": self.word,
+            "served_by": self.served_by,
+            "decisions": list(map(to_json, self.decisions)),
+            "seconds": self.answer.seconds if self.answer else 0.0,
+            "counters": dict(self.answer.counters) if self.answer else {},
+        }
+
+
+@main.command()
+@click.argument("spec", metavar="SPEC", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--device", metavar="PROFILE", help="Build for a GPU that is not here: a shipped name (h200) or a path.")
+@_backends
+@_timeout
+@click.option("--dry-run", is_flag=True, help="Only list the problems.")
+@_json
+def warmup(
+    spec: Path,
+    device: str | None,
+    backends: tuple[str, ...] | None,
+    timeout: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Ask the backends about every problem of a SPEC (YAML), in a child process, and record what they refuse.
+
+    Exit code 0 though there are refusals; 1 where a backend has a bug (error, crash, timeout) or the work failed.
+    """
+    from .spec import load
+    from .worker import ChildError, offline_order
+
+    loaded = load(spec)
+    if device is not None:
+        try:
+            offline_order(backends)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--backends") from error
+    if loaded.skipped:
+        click.echo(f"{loaded.skipped} combinations skipped that cannot be (causal with a mask, mask_grad)", err=True)
+    if dry_run:
+        if as_json:
+            _print_json(list(map(_item_json, loaded.items)))
+        else:
+            for item in loaded.items:
+                click.echo(f"{item.label}  {item.problem}")
+        return
+    outcomes: list[Outcome] = []
+    bug: ChildError | None = None
+    with _reporter(len(loaded.items), as_json) as report:
+        try:
+            for outcome in warm_up(loaded, device, backends, timeout):
+                outcomes.append(outcome)
+                report(outcome)
+        except ChildError as error:
+            bug = error
+    if as_json:
+        _print_json([outcome.to_json() for outcome in outcomes], True, bug)
+    else:
+        click.echo(summary(outcomes))
+    if bug:
+        _fail(bug)
+    _require_cache()
+    sys.exit(1 if any(outcome.is_bug for outcome in outcomes) else 0)
+
+
+def warm_up(
+    spec: Spec, device: str | None = None, backends: Sequence[str] | None = None, timeout: float = 300.0
+) -> Iterator[Outcome]:
+    """Ask about every problem in turn, in one child; the counters of this process grow by the child's.
+
+    Args:
+        spec: the problems.
+        device: a device profile; None for this machine's devices.
+        backends: in order; None for the order in force (cudnn, for an absent GPU).
+        timeout: seconds per problem.
+
+    Raises:
+        WorkerError: the work cannot be done here.
+        ChildError: under SIDESTEP_STRICT=1, a backend's bug.
+    """
+    from .worker import Worker
+
+    with Worker(device) as worker:
+        for item in spec.items:
+            yield Outcome(item, None if item.constant else worker.ask(item.problem, backends, timeout))
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """An outcome for people: one line, and below it why no backend before the serving one serves."""
+    answer = outcome.answer
+    head = f"{outcome.word:<9} {answer.seconds if answer else 0:5.1f} s  {outcome.item.problem}"
+    if answer is None:
+        return f"{head}\n    zeros or empty whatever the numbers: no backend is asked"
+    builds = answer.counters["builds"]
+    return f"{head}  [builds {builds}]\n" + "\n".join(f"  {line}" for line in describe(answer.decisions).splitlines())
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The counters of a warm-up in one line."""
+    words = [outcome.word for outcome in outcomes]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    total = {
+        name: sum(outcome.answer.counters[name] for outcome in outcomes if outcome.answer)
+        for name in ("builds", "build_failures", "skipped_known_bad")
+    }
+    seconds = sum(outcome.answer.seconds for outcome in outcomes if outcome.answer)
+    counters = ", ".join(f"{name} {value}" for name, value in total.items())
+    return f"{len(outcomes)} problems: {counted or 'none'}; {counters}; {seconds:.1f} s"
+
+
+def _item_json(item: Item) -> dict[str, Any]:
+    return {
+        "label": item.label,
+        "text": str(item.problem),
+        "problem": item.problem.to_json(),
+        "constant": item.constant,
+    }
+
+
+@contextmanager
+def _reporter(total: int, quiet: bool) -> Iterator[Callable[[Outcome], None]]:
+    """Prints outcomes as they come: on stdout, or, where that is for JSON, in short on stderr; a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("warm-up", total=total)
+
+            def tell(outcome: Outcome) -> None:
+                if not quiet and sys.stdout.isatty():
+                    console.print(Text(_clean(outcome_text(outcome))))
+                elif not quiet:
+                    click.echo(_clean(outcome_text(outcome)))
+                progress.advance(task)
+
+            yield tell
+        return
+    done = itertools.count(1)
+
+    def line(outcome: Outcome) -> None:
+        if quiet:
+            click.echo(f"[{next(done)}/{total}] {outcome.word}: {outcome.item.problem}", err=True)
+        else:
+            click.echo(_clean(f"[{next(done)}/{total}] {outcome_text(outcome)}"))
+
+    yield line
+
+
+# settings ------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_json
+def settings(as_json: bool) -> None:
+    """The settings in force, and what they mean."""
+    rows = settings_json()
+    if as_json:
+        _print_json(rows)
+    else:
+        _print_table(
+            ("VARIABLE", "VALUE", "MEANING"), [(r["variable"], r["text"], r["meaning"]) for r in rows], whole=2
+        )
+
+
+def settings_json() -> list[dict[str, Any]]:
+    """Every setting: name, variable, value, the value as the variable's text, meaning."""
+    chosen = settings_table.get()
+    texts = chosen.to_environ()
+    return [
+        {
+            "name": setting.name,
+            "variable": setting.metadata["variable"],
+            "value": str(value) if isinstance(value := getattr(chosen, setting.name), Path) else value,
+            "text": texts[setting.metadata["variable"]],
+            "meaning": setting.metadata["meaning"],
+        }
+        for setting in dataclasses.fields(chosen)
+    ]
+
+
+# printing ------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(items: Sequence[Any], with_stats: bool = False, error: ChildError | None = None) -> None:
+    data: dict[str, Any] = {"schema": 1, "items": items}
+    if with_stats:
+        data["stats"] = api.stats()
+    if error is not None:
+        data["error"] = {"type": error.exception_type, "text": error.text, "traceback": error.traceback}
+    click.echo(json.dumps(data))
+
+
+def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], whole: int) -> None:
+    """A table, as wide as its contents in a pipe; on a terminal the first `whole` columns stay whole, others wrap."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(header):
+        table.add_column(name, no_wrap=index < whole, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_clean(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+
+
+def _fail(error: ChildError) -> None:
+    """Show an exception that ended a child, as it was, and exit."""
+    click.echo(error.traceback.rstrip(), err=True)
+    click.echo("Error: the child ended by this exception", err=True)
+    sys.exit(1)
+
+
+def _require_cache() -> None:
+    if not records.usable():
+        raise click.ClickException(f"the cache in {settings_table.get().directory()} cannot be used")
+
+
+def _place() -> str:
+    chosen = settings_table.get()
+    return f"in {chosen.directory()}" if chosen.cache == "disk" else "SIDESTEP_CACHE=off keeps none between processes"
+
+
+def _clean(text: str) -> str:
+    """The text without what a terminal would obey: a record may hold any bytes."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _first_line(record: FailureRecord) -> str:
+    name = record.exception_type.rpartition(".")[2]  # the module's is in `show`
+    text = f"{name}: {record.exception_text}".strip().splitlines()[0]
+    return text[: 80 if sys.stdout.isatty() else 200]
+
+
+def _iso(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # a planted time beyond the year 9999
+        return f"{seconds:g} s since 1970"
