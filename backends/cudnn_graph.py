@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .base import Direction, Plan, Progress, Target, Verdict
-from .layouts import additive, uneven
+from .layouts import SCALE, additive, last_strides, uneven_strides
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem, Layout
@@ -39,32 +39,22 @@ class CudnnBackend:
 
     def rejects(self, problem: AttentionProblem) -> tuple[str, ...]:
         """See `Backend.rejects`: what a build cannot show, or must not be asked."""
-        named = {"query": problem.query, "key": problem.key, "value": problem.value}
+        sizes = (problem.query.shape[3], problem.value.shape[3])
+        single = problem.dtype == "float32"
         rules = [
             (problem.device != "cuda", f"device {problem.device}: runs on cuda"),
             (problem.dtype == "float64", "float64"),
+            (not problem.scale > 0, SCALE),
             # These end the process, or divide by zero inside the frontend (docs/gpu-notes.md, 2).
-            (any(0 in layout.shape for layout in named.values()), "a dimension of size 0"),
+            (any(0 in layout.shape for layout in problem.inputs().values()), "a dimension of size 0"),
+            # These build, run and leave NaN (docs/gpu-notes.md, 5).
+            (single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"),
+            (single and problem.mask is not None, "float32 with a mask"),
+            *last_strides(problem),
         ]
-        rules += [
-            (layout.stride[3] != 1, f"{name}: last stride {layout.stride[3]}, must be 1")
-            for name, layout in named.items()
-        ]
-        # Builds, runs and leaves NaN (cuDNN 9.19 on an H200: head size 160; with a bias, one query and key).
-        sizes = (problem.query.shape[3], problem.value.shape[3])
-        single = problem.dtype == "float32"
-        rules.append((single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"))
-        rules.append((single and problem.mask is not None, "float32 with a mask"))
-        # The frontend refuses these since 1.32; 1.28 builds them, for kernels that read 16 bytes at a time. (Head sizes
-        # that are no multiples of 8 have such strides too, and are refused by both.)
-        step = 16 // problem.itemsize
-        rules += [
-            (
-                layout.shape[3] % 8 == 0 and uneven(layout, step),
-                f"{name}: strides {layout.stride} not multiples of 16 bytes",
-            )
-            for name, layout in named.items()
-        ]
+        if not any(size % 8 for size in sizes):
+            # The frontend refuses these since 1.32, and 1.28 builds them; other head sizes are refused by both.
+            rules += uneven_strides(problem)
         mask = problem.mask
         if mask is not None:
             rules.append((mask.stride[3] not in (0, 1), f"mask: last stride {mask.stride[3]}, must be 1 or 0"))

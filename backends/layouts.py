@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ..problem import AttentionProblem, Layout
+    from ..problem import AttentionProblem
 
 
+Rule = tuple[bool, str]  # whether the problem breaks it, and what to say then
+
+SCALE = "scale must be positive: what is left out is -inf before it is scaled"
 OTHER_CAUSAL = "causal with other key than query length: flash aligns at the bottom right"
 
 
@@ -18,9 +21,23 @@ def other_causal(problem: AttentionProblem) -> bool:
     return problem.is_causal and problem.query.shape[2] != problem.key.shape[2]
 
 
-def uneven(layout: Layout, step: int) -> bool:
-    """True when a step to the next row, head or batch is no multiple of `step` elements."""
-    return any(stride % step for stride, size in zip(layout.stride[:3], layout.shape[:3], strict=True) if size > 1)
+def last_strides(problem: AttentionProblem) -> list[Rule]:
+    """The head sizes must be contiguous."""
+    return [
+        (layout.stride[3] != 1, f"{name}: last stride {layout.stride[3]}, must be 1")
+        for name, layout in problem.inputs().items()
+    ]
+
+
+def uneven_strides(problem: AttentionProblem) -> list[Rule]:
+    """Steps to the next row, head and batch must be multiples of 16 bytes: kernels read as much at a time."""
+    step = 16 // problem.itemsize
+    rules = []
+    for name, layout in problem.inputs().items():
+        steps = [stride for stride, size in zip(layout.stride[:3], layout.shape[:3], strict=True) if size > 1]
+        uneven = any(stride % step for stride in steps)
+        rules.append((uneven, f"{name}: strides {layout.stride} are not multiples of 16 bytes"))
+    return rules
 
 
 def additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .base import Plan, Progress, Target, Verdict
-from .layouts import OTHER_CAUSAL, other_causal
+from .layouts import OTHER_CAUSAL, SCALE, other_causal
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem
@@ -37,6 +37,7 @@ class NvfuserBackend:
             (problem.mask is not None, "no mask"),
             (problem.deterministic, "no deterministic backward"),
             (other_causal(problem), OTHER_CAUSAL),
+            (not problem.scale > 0, SCALE),
         ]
         return tuple(reason for fails, reason in rules if fails)
 
@@ -76,11 +77,13 @@ def _define(nvfuser: Any, problem: AttentionProblem, *, backward: bool) -> Calla
     output = problem.output_shape
     dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
 
-    # FusionDefinition prints its exceptions and their tracebacks to stdout on its way out; they are raised too.
-    with contextlib.redirect_stdout(io.StringIO()), nvfuser.FusionDefinition() as fusion:
+    # nvFuser prints its exceptions and their tracebacks, to stdout and stderr; they are raised too.
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), nvfuser.FusionDefinition() as fusion:
 
         def tensor(shape: Sequence[int], kind: Any = dtype) -> Any:
-            return fusion.define_tensor(shape=list(shape), contiguity=[True] * len(shape), dtype=kind)
+            contiguity = [None if size == 1 else True for size in shape]  # None is nvFuser's word for a dimension of 1
+            return fusion.define_tensor(shape=list(shape), contiguity=contiguity, dtype=kind)
 
         if not backward:
             results = fusion.ops.sdpfa_fwd(

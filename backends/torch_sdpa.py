@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .base import Plan, Progress, Target, Verdict
-from .layouts import OTHER_CAUSAL, additive, other_causal, uneven
+from .layouts import OTHER_CAUSAL, SCALE, Rule, additive, last_strides, other_causal, uneven_strides
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem
@@ -62,7 +62,7 @@ class _TorchBackend:
         """See `Backend.rejects`."""
         return tuple(reason for fails, reason in self._rules(problem) if fails)
 
-    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+    def _rules(self, problem: AttentionProblem) -> list[Rule]:
         raise NotImplementedError
 
     def versions(self) -> dict[str, str | int]:
@@ -84,15 +84,8 @@ class _TorchBackend:
         return "unsupported" if isinstance(error, (RuntimeError, NotImplementedError)) else "error"
 
 
-def _device_rule(problem: AttentionProblem, *devices: str) -> tuple[bool, str]:
+def _device_rule(problem: AttentionProblem, *devices: str) -> Rule:
     return problem.device not in devices, f"device {problem.device}: runs on {' and '.join(devices)}"
-
-
-def _last_stride_rules(problem: AttentionProblem) -> list[tuple[bool, str]]:
-    named = {"query": problem.query, "key": problem.key, "value": problem.value}
-    return [
-        (layout.stride[3] != 1, f"{name}: last stride {layout.stride[3]}, must be 1") for name, layout in named.items()
-    ]
 
 
 class FlashBackend(_TorchBackend):
@@ -100,25 +93,21 @@ class FlashBackend(_TorchBackend):
 
     name = "torch_flash"
 
-    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
-        rules = [_device_rule(problem, "cuda", "cpu"), *_last_stride_rules(problem)]
+    def _rules(self, problem: AttentionProblem) -> list[Rule]:
+        rules = [_device_rule(problem, "cuda", "cpu"), *last_strides(problem)]
         sizes = (problem.query.shape[3], problem.value.shape[3])
         rules.append((sizes[0] != sizes[1], f"head size of value {sizes[1]}, must be that of query ({sizes[0]})"))
         rules.append((sizes[0] == 0, "head size 0"))
         if problem.device == "cpu":
             rules.append((problem.dropout_p > 0, "no dropout on CPU"))
             rules.append((bool(problem.mask and problem.mask.requires_grad), "no gradient of the mask"))
-            # It multiplies the -inf of excluded keys by the scale: NaN, or those keys alone (torch 2.11, tried).
-            turned = problem.is_causal and not problem.scale > 0
-            rules.append((turned, f"causal with scale {problem.scale:g}, must be positive"))
+            rules.append((problem.is_causal and not problem.scale > 0, SCALE))
         else:
             rules.append((problem.mask is not None, "no mask on CUDA"))
             rules.append((other_causal(problem), OTHER_CAUSAL))
-            step = 16 // problem.itemsize
-            for name, layout in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
-                # Padding, for other head sizes, makes dense copies.
-                fails = sizes[0] % 8 == 0 and uneven(layout, step)
-                rules.append((fails, f"{name}: strides {layout.stride} are not multiples of 16 bytes"))
+            if sizes[0] % 8 == 0:  # other head sizes are padded, which makes dense copies
+                rules += uneven_strides(problem)
+            rules.append((not problem.scale > 0, SCALE))
         return rules
 
     def _operator(self, problem: AttentionProblem) -> _Operator:
@@ -161,9 +150,12 @@ class EfficientBackend(_TorchBackend):
 
     name = "torch_efficient"
 
-    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
-        rules = [_device_rule(problem, "cuda"), *_last_stride_rules(problem)]
-        rules.append((0 in (problem.query.shape[3], problem.value.shape[3]), "head size 0"))
+    def _rules(self, problem: AttentionProblem) -> list[Rule]:
+        rules = [_device_rule(problem, "cuda"), *last_strides(problem), *uneven_strides(problem)]
+        # The forward takes other head sizes, and the backward ends in a misaligned address, which no process survives.
+        sizes, step = (problem.query.shape[3], problem.value.shape[3]), 16 // problem.itemsize
+        rules.append((any(size % step for size in sizes), f"head sizes {sizes}: must be multiples of {step}"))
+        rules.append((0 in sizes, "head size 0"))
         mask = problem.mask
         if mask is not None:
             wide = mask.dtype not in ("bool", problem.dtype)
@@ -178,6 +170,11 @@ class EfficientBackend(_TorchBackend):
         batch, heads, queries, _ = problem.query.shape
         keys = problem.key.shape[2]
         step = 16 // problem.itemsize
+
+        if groups == 1 and problem.mask is None:
+            return lambda query, key, value, _: operator(
+                query, key, value, None, training, dropout_p, is_causal, scale=scale
+            )[0]
 
         def run(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
@@ -202,7 +199,7 @@ class MathBackend(_TorchBackend):
 
     name = "torch_math"
 
-    def _rules(self, problem: AttentionProblem) -> list[tuple[bool, str]]:
+    def _rules(self, problem: AttentionProblem) -> list[Rule]:
         return [_device_rule(problem, "cuda", "cpu")]
 
     def _operator(self, problem: AttentionProblem) -> _Operator:

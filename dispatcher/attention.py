@@ -56,11 +56,10 @@ def scaled_dot_product_attention(
         ValueError: an unknown backend name; the known ones are listed.
     """
     order = _get_order() if backends is None else backends if type(backends) is str else tuple(backends)
-    # Contiguous tensors need no strides in the signature.
     signature = (
-        query.shape, query.is_contiguous() or query.stride(), query.dtype, query.device,
-        key.shape, key.is_contiguous() or key.stride(), key.dtype, key.device,
-        value.shape, value.is_contiguous() or value.stride(), value.dtype, value.device,
+        query.shape, query.stride(), query.dtype, query.device,
+        key.shape, key.stride(), key.dtype, key.device,
+        value.shape, value.stride(), value.dtype, value.device,
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dropout_p, is_causal, scale, enable_gqa, order,
         None if attn_mask is None else (
             attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device, attn_mask.data_ptr() & 15,

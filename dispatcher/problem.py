@@ -111,6 +111,10 @@ class AttentionProblem:
         order = [dim for dim in memory_order(self.query.shape, self.query.stride) if dim != 3]
         return contiguous_stride(self.output_shape, [*order, 3])
 
+    def inputs(self) -> dict[str, Layout]:
+        """The layouts of query, key and value by name."""
+        return {"query": self.query, "key": self.key, "value": self.value}
+
     @property
     def grouped(self) -> bool:
         """Several query heads share a key head."""

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import cudnn
 import torch
@@ -180,14 +180,15 @@ def main() -> int:
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         sidestep.configure(cache_dir=stack.enter_context(tempfile.TemporaryDirectory()))
-        for name, run, limit in (
+        benches: list[tuple[str, Callable[[], dict[str, float]], Callable[[float], float]]] = [
             ("inference, tiny (CPU us)", bench_inference, lambda base: base),
             ("forward and backward, tiny (CPU us)", bench_training, lambda base: 1.1 * base),
             ("known-bad, tiny, inference (CPU us)", bench_known_bad, lambda base: base + 2.0),
             ("kernels, 4x32x4096x128 (GPU us)", lambda: bench_kernels((4, 32, 32, 4096, 128)), lambda b: 1.03 * b),
             ("kernels, 1x32/8x8192x128 (GPU us)", lambda: bench_kernels((1, 32, 8, 8192, 128)), lambda b: 1.03 * b),
-        ):
-            times = cast(Callable[[], dict[str, float]], run)()
+        ]
+        for name, run, limit in benches:
+            times = run()
             base = next(value for key, value in times.items() if key != "sidestep")
             bound = round(limit(base), 2)
             results[name] = {

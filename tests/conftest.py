@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SIDESTEP_CACHE_DIR", str(tmp_path / "sidestep-cache"))
     reload_settings()
     events._said.clear()
+
+
+@pytest.fixture(autouse=True)
+def device_survives(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A CUDA error that no process survives ends the run at the test that made it, and not in hundreds after it."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"{request.node.nodeid} lost the device: {error}", returncode=1)
 
 
 @pytest.fixture

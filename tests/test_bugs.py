@@ -56,8 +56,8 @@ class Broken:
         return subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=600)
 
     def records(self) -> list[dict[str, object]]:
-        """Every record, as `failures show` gives it."""
-        listed = self.run("-m", "sidestep", "failures", "list", "--json")
+        """Every record of cuDNN's, as `failures show` gives it."""
+        listed = self.run("-m", "sidestep", "failures", "list", "--backend", "cudnn", "--json")
         assert listed.returncode == 0, listed.stderr
         ids = [item["id"] for item in json.loads(listed.stdout)["items"]]
         shown = [self.run("-m", "sidestep", "failures", "show", record, "--json") for record in ids]
@@ -126,13 +126,14 @@ def test_calls_are_served_told_once_and_recorded(broken: Broken) -> None:
     done = broken.run("-c", ON_TENSORS)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["served"] == "torch_flash"
+    assert result["served"] in ("nvfuser", "torch_flash")  # the next backend there is
     assert max(result["errors"]) < 0.03  # bfloat16 (tests/cases)
-    assert (result["stats"]["builds"], result["stats"]["hits"]) == (1, 1)
+    assert result["stats"]["hits"] == 1
     is_told_once(broken, done)
     is_recorded(broken)
     again = broken.run("-c", ON_TENSORS)
-    assert json.loads(again.stdout)["stats"]["builds"] == 0
+    before, after = result["stats"]["builds"], json.loads(again.stdout)["stats"]["builds"]
+    assert before - after == 1  # cuDNN's; nvFuser, where it is there, defines its fusions again
     assert "failed with a bug" not in again.stderr
 
 
