@@ -37,7 +37,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "head size 264 training": {"training": True, "head_size": 264},
     "head size 512 training": {"training": True, "head_size": 512},
     "causal float32 training": {"training": True, "causal": True, "dtype": "float32"},
-    "head size 65": {"head_size": 65},
+    "head size 65 training": {"training": True, "head_size": 65},
+    "rows of 65": {"stride": [33280, 8320, 65, 1]},
     "gradient of a float32 mask": {
         "training": True,
         "dtype": "float16",
@@ -50,11 +51,13 @@ BUILT = {name: 2 if changes.get("training") else 1 for name, changes in list(PRO
 # cuDNN's own words for a refusal, alike in both frontends; what stands around them differs.
 HEAD_SIZE = "hidden_dim should be less than or equal to 256"
 DATA_TYPE = "CUDNN_STATUS_NOT_SUPPORTED_DATA_TYPE; Reason: Data type for Q tensor should be half / bf16"
+HEAD_SIZE_8 = "hidden_dim should be multiple of 8"
 REFUSED = {
     "float32 training": DATA_TYPE,
     "head size 264 training": HEAD_SIZE,
     "head size 512 training": HEAD_SIZE,
     "causal float32 training": DATA_TYPE,
+    "head size 65 training": HEAD_SIZE_8,
 }
 # The oldest finds in `validate` what the newest leaves to its engines.
 STAGE = {
@@ -62,8 +65,10 @@ STAGE = {
     ("newest", HEAD_SIZE): "create_execution_plans",
     ("oldest", DATA_TYPE): "create_execution_plans",
     ("newest", DATA_TYPE): "create_execution_plans",
+    ("oldest", HEAD_SIZE_8): "validate",
+    ("newest", HEAD_SIZE_8): "validate",
 }
-BY_RULE = {"head size 65": "not multiples of 16 bytes", "gradient of a float32 mask": "a float32 mask over float16"}
+BY_RULE = {"rows of 65": "not multiples of 16 bytes", "gradient of a float32 mask": "a float32 mask over float16"}
 
 # A child: the problems as JSON on stdin, what became of them as JSON on the last line of stdout.
 CHILD = """

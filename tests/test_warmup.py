@@ -27,7 +27,7 @@ defaults: {batch: 1, heads: 2, query_length: 128, head_size: 64, training: true}
 problems:
   - {dtype: float32}                  # refused: no backward
   - {head_size: 264}                  # refused: no backward
-  - {head_size: 65}                   # by rule
+  - {dtype: float64}                  # by rule
   - {training: false}                 # builds
   - {dropout: 1}                      # nobody is asked
   - {causal: [false, true], mask: [none, bool], training: false}    # the first was there already; one cannot be
