@@ -47,6 +47,8 @@ class CudnnBackend:
             (not problem.scale > 0, SCALE),
             # These end the process, or divide by zero inside the frontend (docs/gpu-notes.md, 2).
             (any(0 in layout.shape for layout in problem.inputs().values()), "a dimension of size 0"),
+            # CUDA's limit for a grid's second and third dimension; found out while the plan is loaded (H200).
+            (max(problem.query.shape[:2]) > 65535, "more than 65,535 batches or heads"),
             # These build, run and leave NaN (docs/gpu-notes.md, 5).
             (single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"),
             (single and problem.mask is not None, "float32 with a mask"),

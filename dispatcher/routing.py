@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
-from . import autograd, selection, settings
+from . import autograd, guards, selection, settings
 from .backends import registry
 from .backends.base import GraphPlan, Target
 from .events import counters
 from .problem import AttentionProblem
-from .selection import Route, routes
-from .semantics import Call, canonicalize, constant_output, is_canonical, problem_of
+from .selection import Entry, Route
+from .semantics import ALIGNMENT, Call, canonicalize, constant_output, is_canonical, problem_of
 
-__all__ = ["Call", "autocast_dtype", "expand", "miss", "routes"]
+__all__ = ["Call", "autocast_dtype", "expand", "miss"]
 
 expand = registry.expand
 
 
-def miss(signature: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | None) -> torch.Tensor:
+def miss(
+    signature: tuple[Any, ...], flags: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | None
+) -> torch.Tensor:
     """Answer a call for which there is no route, and install one.
 
     Raises:
@@ -31,7 +33,10 @@ def miss(signature: tuple[Any, ...], call: Call, order: str | tuple[str, ...] | 
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
     route, settled = _route(call, expand(names))
     if settled:
-        selection.install(signature, route)
+        # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
+        plain = call.attn_mask is None and not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
+        check = guards.like(*call[:3]) if plain else guards.never
+        selection.install(signature, Entry(route, flags, check))
     return route(*call[:4])
 
 

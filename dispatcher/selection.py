@@ -13,11 +13,11 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from . import environment, failures, settings
+from . import environment, failures, guards, settings
 from .backends import registry
 from .backends.base import Backend, GraphPlan, Plan, Progress, Target
 from .cache import FailureRecord, failure_key
@@ -157,7 +157,7 @@ def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -
 def forget_plans() -> None:
     """Let go of every route and plan, and of what is known for this process only."""
     with _lock:
-        routes.clear()
+        _drop_routes()
         _plans.clear()
         _unusable.clear()
 
@@ -289,7 +289,7 @@ def _recover_backward(
     backend = registry.get(served.backend)
     with _lock:
         _plans.pop((served.backend, problem, target), None)
-        routes.clear()
+        _drop_routes()
         manifest = environment.manifest(backend, problem.device, target)
         failed = _failed(error, backend, problem, target, Progress("backward", "execute"), manifest, 0.0)
     rest = served.order[served.order.index(served.backend) + 1 :]
@@ -352,16 +352,32 @@ def _failed(
 def _verdict(error: Exception, backend: Backend, problem: AttentionProblem, target: Target) -> Any:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
         return "transient"
-    if problem.device == "cuda" and target.profile is None:
-        try:
-            torch.cuda.synchronize(target.index)
-        except RuntimeError as lost:
+    if problem.device == "cuda" and target.profile is None and not torch.cuda.is_current_stream_capturing():
+        lost = _lost(target.index)
+        if lost is not None:
             raise DeviceLostError(
                 f"{backend.name} met a CUDA error that this process cannot survive while serving {problem}: {error}. "
                 f"Restart the process; `sidestep failures` keeps nothing of it. To go around {backend.name}, leave it "
                 f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
             ) from error
     return backend.verdict(error)
+
+
+def _lost(index: int) -> RuntimeError | None:
+    """The error of a device that cannot be used any more; one that passes is cleared, or the next backend meets it.
+
+    A kernel launch of torch's reports, and so clears, what an earlier launch left behind.
+    """
+    lost = None
+    for _ in range(2):
+        try:
+            torch.zeros(1, device=torch.device("cuda", index))
+            torch.cuda.synchronize(index)
+        except RuntimeError as error:
+            lost = error
+        else:
+            return None
+    return lost
 
 
 def _log(
@@ -400,14 +416,46 @@ def _summary(name: str, text: str) -> str:
 
 
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+class Entry(NamedTuple):
+    """What runs calls of one signature, and how to know such a call again.
+
+    Attributes:
+        route: runs query, key, value and mask.
+        flags: the part of the signature that is not about tensors.
+        check: True for query, key and value like those of the signature, which has no mask then.
+    """
+
+    route: Route
+    flags: tuple[Any, ...]
+    check: guards.Check
+
+
+class Latest:
+    """Holds the entry of the latest call, of any thread."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self) -> None:
+        self.entry = _NO_ENTRY
+
+
+_NO_ENTRY = Entry(lambda *tensors: tensors[0], (), guards.never)
+latest = Latest()
 # Signature of a call -> what runs it. Filled on a miss, emptied when settings change.
 MAX_ROUTES = 16384
-routes: dict[tuple[Any, ...], Route] = {}
+routes: dict[tuple[Any, ...], Entry] = {}
 
 
-def install(signature: tuple[Any, ...], route: Route) -> None:
-    """Let later calls with `signature` run `route`; the oldest route goes when there are too many."""
+def install(signature: tuple[Any, ...], entry: Entry) -> None:
+    """Let later calls with `signature` run `entry`; the oldest goes when there are too many."""
     with _lock:
-        routes[signature] = route
+        routes[signature] = entry
         while len(routes) > MAX_ROUTES:
             del routes[next(iter(routes))]
+
+
+def _drop_routes() -> None:
+    routes.clear()
+    latest.entry = _NO_ENTRY

@@ -53,6 +53,10 @@ def same_as_torch(
     for number, (mine, theirs) in enumerate(zip(*results, strict=True)):
         assert mine.shape == theirs.shape
         assert mine.dtype is theirs.dtype
+        if number == 4 and attn_mask is not None and attn_mask.shape[-1] == 1 < key.shape[-2]:
+            # Adding one number to all logits of a row changes nothing: the gradient is 0, and what is left is rounding.
+            assert max(mine.abs().max().item(), theirs.abs().max().item()) < 1e-5 * output.numel()
+            continue
         assert_close(mine, theirs.double(), f"result {number}", gradient=number > 0)
 
 
