@@ -37,6 +37,15 @@ _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismat
 _lock = threading.RLock()
 
 
+def _after_fork() -> None:
+    """A lock that another thread held at the fork is held for ever in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @dataclass(frozen=True)
 class Selection:
     """What select() decided.
@@ -114,14 +123,19 @@ def select(
                     continue
                 attempt = _attempt(backend, problem, target, None if capturing else tensors, strict)
                 if isinstance(attempt, tuple):
-                    failed, cause = attempt
+                    failed, error = attempt
+                    # Memory is what a caller can do something about, so that error is the one to raise at the end.
+                    cause = cause if isinstance(cause, torch.OutOfMemoryError) else error
                     settled = settled and (failed.kind != "transient" or name in _unusable)
                     decisions.append(failed)
                     continue
                 plan = attempt
-                _plans[name, problem, target] = plan
-                while len(_plans) > MAX_PLANS:
-                    _plans.popitem(last=False)
+                if capturing:
+                    settled = False  # it has not run yet
+                else:
+                    _plans[name, problem, target] = plan
+                    while len(_plans) > MAX_PLANS:
+                        _plans.popitem(last=False)
             decisions.append(Chosen(name))
             counters.fallbacks += len(decisions) > 1
             served = Served(name, plan, problem, order, target)
