@@ -160,6 +160,38 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     return _read_profile(path)
 
 
+def record_profile(path: Path, name: str, index: int = 0) -> DeviceProfile:
+    """Write the profile of a GPU of this machine to `path`, and return it.
+
+    Args:
+        path: the file, which is replaced.
+        name: the profile's short name.
+        index: of the GPU.
+
+    Raises:
+        OfflineError: there is no such GPU, or the file cannot be written.
+    """
+    cudnn = _import_cudnn()
+    try:
+        text = cudnn.create_device_properties(index).serialize()
+    except RuntimeError as error:
+        raise OfflineError(
+            f"cuDNN sees no GPU {index} here: {error}. Run this on the machine that has the GPU"
+        ) from error
+    properties = json.loads(text if isinstance(text, str) else bytes(text))
+    content = {
+        "schema": PROFILE_SCHEMA,
+        "name": name,
+        "cudnn": int(cudnn.backend_version()),
+        "properties": properties,
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise OfflineError(f"device profile {path} cannot be written: {error}") from error
+    return _read_profile(path)
+
+
 def check_version(profile: DeviceProfile, backend_version: int) -> None:
     """Make sure that the profile and the loaded cuDNN are of one version.
 

@@ -8,6 +8,7 @@ or run. The rules below hold only what the fusion cannot express; the refusals a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -43,11 +44,7 @@ class NvfuserBackend:
 
     def versions(self) -> dict[str, str | int]:
         """See `Backend.versions`: the distribution that holds `nvfuser_direct`, and torch, whose kernel it runs."""
-        owners = importlib.metadata.packages_distributions().get("nvfuser_direct", [])
-        names = sorted(f"{name} {importlib.metadata.version(name)}" for name in set(owners))
-        if not names:
-            raise importlib.metadata.PackageNotFoundError("nvfuser_direct")
-        return {"nvfuser": ", ".join(names), "torch": torch.__version__, "builder": 1}
+        return {"nvfuser": _version(), "torch": torch.__version__, "builder": 1}
 
     def build(self, problem: AttentionProblem, target: Target, progress: Progress) -> Plan:
         """See `Backend.build`: defines the fusions; nvFuser compiles, and refuses, when they first run."""
@@ -68,6 +65,14 @@ class NvfuserBackend:
     def verdict(self, error: Exception) -> Verdict:
         """NvFuser says no with a RuntimeError, whatever the reason; anything else is a bug."""
         return "unsupported" if isinstance(error, (RuntimeError, NotImplementedError)) else "error"
+
+
+@functools.lru_cache(maxsize=1)
+def _version() -> str:
+    owners = importlib.metadata.packages_distributions().get("nvfuser_direct", [])
+    if not owners:
+        raise importlib.metadata.PackageNotFoundError("nvfuser_direct")
+    return ", ".join(sorted(f"{name} {importlib.metadata.version(name)}" for name in set(owners)))
 
 
 def _define(nvfuser: Any, problem: AttentionProblem, *, backward: bool) -> Callable[[list[Any]], list[Any]]:

@@ -40,6 +40,9 @@ def expand(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown name, or none at all; the known ones are listed.
     """
+    names = list(names)
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise ValueError(f"a backend's name is text, got {odd[0]!r}; known: {', '.join(known())}")
     single = [part for name in names for part in GROUPS.get(name, (name,))]
     if unknown := sorted(set(single) - set(known())):
         raise ValueError(f"unknown backend {', '.join(map(repr, unknown))}; known: {', '.join(known())}")

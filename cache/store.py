@@ -9,7 +9,7 @@ from typing import Protocol
 from .records import record_id
 
 # Memory for copies of what the disk holds: some thousand records. A listing that reads a million must not fill memory.
-_MIRROR_BYTES = 2**24
+_MEMORY_BYTES = 2**24
 
 
 class StoreError(Exception):
@@ -74,7 +74,7 @@ def open_store(kind: str, directory: Path | None) -> Store:
     from .memory_store import MemoryStore
 
     if kind == "off":
-        return MemoryStore()
+        return MemoryStore(_MEMORY_BYTES)
     if kind != "disk":
         raise ValueError(f"a store is 'off' or 'disk', not {kind!r}")
     if directory is None:
@@ -83,4 +83,4 @@ def open_store(kind: str, directory: Path | None) -> Store:
     from .disk_store import DiskStore
     from .layers import Layered
 
-    return Layered(MemoryStore(_MIRROR_BYTES), DiskStore(directory))
+    return Layered(MemoryStore(_MEMORY_BYTES), DiskStore(directory))

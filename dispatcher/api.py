@@ -28,17 +28,8 @@ def configure(**values: Any) -> None:
     Raises:
         SettingError: an unknown name or a value that cannot be used.
     """
-    if "backends" in values:
-        from .backends import registry
-
-        names = values["backends"]
-        registry.expand([names] if isinstance(names, str) and "," not in names else _split(names))
     settings.change(values)
     failures.reset()
     selection = sys.modules.get(f"{__package__}.selection")
     if selection is not None:  # otherwise there is nothing to drop, and torch need not be imported for it
         selection.forget_plans()
-
-
-def _split(names: Any) -> list[str]:
-    return names.split(",") if isinstance(names, str) else list(names)

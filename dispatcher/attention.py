@@ -55,24 +55,28 @@ def scaled_dot_product_attention(
         NoBackendError: no backend can serve it; the text gives every backend's reason.
         ValueError: an unknown backend name; the known ones are listed.
     """
-    order = _get_order() if backends is None else backends if type(backends) is str else tuple(backends)
+    order = _get_order() if backends is None else backends if isinstance(backends, str) else tuple(backends)
     flags = (dropout_p, is_causal, scale, enable_gqa, order, _is_grad_enabled() and (1, _is_deterministic()))
-    pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
-    # Most calls are like the one before them: the next layer, the next step.
     last = latest.entry
-    if attn_mask is None and last.flags == flags and last.check(query, key, value) and not pointers & 15:
+    try:
+        pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        # Most calls are like the one before them: the next layer, the next step.
+        alike = attn_mask is None and last.flags == flags and last.check(query, key, value) and not pointers & 15
+        signature = () if alike else (
+            query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
+            key.shape, key.stride(), key.dtype, key.device, key.requires_grad,
+            value.shape, value.stride(), value.dtype, value.device, value.requires_grad,
+            None if attn_mask is None else (
+                attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device, attn_mask.requires_grad,
+                attn_mask.data_ptr() & 15,
+            ),
+            pointers & 15, flags, routing.autocast_dtype(query) if _is_any_autocast() else None,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError) as error:
+        raise routing.unusable(error, query, key, value, attn_mask) from error
+    if alike:
         counters.hits += 1
         return last.route(query, key, value, None)
-    signature = (
-        query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
-        key.shape, key.stride(), key.dtype, key.device, key.requires_grad,
-        value.shape, value.stride(), value.dtype, value.device, value.requires_grad,
-        None if attn_mask is None else (
-            attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device, attn_mask.requires_grad,
-            attn_mask.data_ptr() & 15,
-        ),
-        pointers & 15, flags, routing.autocast_dtype(query) if _is_any_autocast() else None,
-    )  # fmt: skip
     entry = _routes.get(signature)
     if entry is None:
         call = routing.Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

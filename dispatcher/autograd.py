@@ -72,17 +72,18 @@ class Zeros(torch.autograd.Function):
     def forward(
         ctx: Any,
         shape: tuple[int, ...],
+        stride: tuple[int, ...],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Zeros of `shape`, in the query's dtype."""
-        ctx.save_for_backward(query, key, value, attn_mask)
-        return query.new_zeros(shape)
+        """Zeros of `shape` and `stride`, in the query's dtype."""
+        ctx.inputs = [None if t is None else (t.shape, t.dtype) for t in (query, key, value, attn_mask)]
+        return query.new_empty_strided(shape, stride).zero_()
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         """Zeros for every input that needs a gradient."""
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        return (None, *(torch.zeros_like(tensor) if need else None for tensor, need in needed))
+        needed = zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(grad_output.new_zeros(like[0], dtype=like[1]) if need else None for like, need in needed))

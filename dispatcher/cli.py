@@ -586,6 +586,23 @@ def _reporter(total: int, quiet: bool) -> Iterator[Callable[[Outcome], None]]:
     yield line
 
 
+# device-profile -------------------------------------------------------------------------------------------------------
+
+
+@main.command("device-profile")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--name", help="The profile's name; the file's without its ending when left out.")
+def device_profile(file: Path, name: str | None) -> None:
+    """Record this machine's GPU in FILE, for `warmup --device FILE` where it is not."""
+    from .backends import cudnn_offline
+
+    try:
+        profile = cudnn_offline.record_profile(file, name or file.stem)
+    except cudnn_offline.OfflineError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{file}: {profile.device_name}, cuDNN {profile.cudnn}", err=True)
+
+
 # settings ------------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,8 @@ def once(key: str) -> bool:
     """True the first time that `key` is asked about in this process."""
     if key in _said:
         return False
+    if len(_said) >= 4096:  # bounded: a long run may say something twice rather than grow
+        _said.clear()
     _said.add(key)
     return True
 

@@ -10,13 +10,13 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from . import autograd, guards, selection, settings
 from .backends import registry
-from .backends.base import GraphPlan, Target
+from .backends.base import GraphPlan, Plan, Target
+from .errors import InvalidCallError
 from .events import counters
-from .problem import AttentionProblem
 from .selection import Entry, Route
 from .semantics import ALIGNMENT, Call, canonicalize, constant_output, is_canonical, problem_of
 
-__all__ = ["Call", "autocast_dtype", "expand", "miss"]
+__all__ = ["Call", "autocast_dtype", "expand", "miss", "unusable"]
 
 expand = registry.expand
 
@@ -30,14 +30,24 @@ def miss(
         InvalidCallError, NoBackendError, ValueError: as `scaled_dot_product_attention` says.
     """
     counters.misses += 1
+    decided = selection.generation
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
-    route, settled = _route(call, expand(names))
-    if settled:
+    route, plan, settled = _route(call, expand(names))
+    if settled and not isinstance(call.scale, torch.Tensor):  # a tensor's number may change
         # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
         plain = call.attn_mask is None and not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
         check = guards.like(*call[:3]) if plain else guards.never
-        selection.install(signature, Entry(route, flags, check))
+        selection.install(signature, Entry(route, flags, check, plan), decided)
     return route(*call[:4])
+
+
+def unusable(error: Exception, *tensors: Any) -> InvalidCallError:
+    """The error for arguments that have no shape, strides or storage to decide by."""
+    kinds = ", ".join("None" if tensor is None else type(tensor).__name__ for tensor in tensors)
+    return InvalidCallError(
+        f"query, key, value and attn_mask must be dense tensors with storage of their own, got {kinds}: {error}. "
+        "Nested and sparse tensors, and tensors under vmap or torch.func transforms, are not supported"
+    )
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -48,18 +58,21 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def _route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
+_Routed = tuple[Route, "Plan | None", bool]  # what to run, the plan in it, and whether it may be installed
+
+
+def _route(call: Call, order: tuple[str, ...]) -> _Routed:
     dtype = autocast_dtype(call.query)
     if dtype is not None:  # attention is on autocast's list of operators that run in the lower precision
         with torch.autocast(call.query.device.type, enabled=False):
-            inner, settled = _route(_lowered(call, dtype), order)
-        return functools.partial(_run_lowered, inner, call[4:], dtype), settled
-    call.validate()
+            inner, plan, settled = _route(_lowered(call, dtype), order)
+        return functools.partial(_run_lowered, inner, call[4:], dtype), plan, settled
+    call.validate(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()))
     if is_canonical(call):
         return _canonical_route(call, order)
     canonical, shape = canonicalize(call)
-    inner, settled = _canonical_route(canonical, order)
-    return functools.partial(_run_canonicalized, inner, call[4:], shape), settled
+    inner, plan, settled = _canonical_route(canonical, order)
+    return functools.partial(_run_canonicalized, inner, call[4:], shape), plan, settled
 
 
 def _lowered(call: Call, dtype: torch.dtype) -> Call:
@@ -98,19 +111,17 @@ def _run_canonicalized(
     return inner(*canonical[:4]).reshape(shape)
 
 
-def _canonical_route(call: Call, order: tuple[str, ...]) -> tuple[Route, bool]:
+def _canonical_route(call: Call, order: tuple[str, ...]) -> _Routed:
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
-    problem = problem_of(call, training, torch.are_deterministic_algorithms_enabled())
+    problem = problem_of(call, training, training and torch.are_deterministic_algorithms_enabled())
     if constant_output(problem):
-        return functools.partial(autograd.Zeros.apply, problem.output_shape), True
+        zeros: Any = autograd.Zeros.apply
+        return functools.partial(zeros, problem.output_shape, problem.output_stride), None, True
     index = call.query.device.index
     result = selection.select(problem, order, Target(-1 if index is None else index), call[:4])
     if result.served is None:
         raise selection.no_backend(problem, result)
-    return _serving(problem, result.served), result.settled
-
-
-def _serving(problem: AttentionProblem, served: selection.Served) -> Route:
-    if problem.training and isinstance(served.plan, GraphPlan):
-        return functools.partial(autograd.apply, served)
-    return served.plan.infer
+    plan = result.served.plan
+    if problem.training and isinstance(plan, GraphPlan):
+        return functools.partial(autograd.apply, result.served), plan, result.settled
+    return plan.infer, plan, result.settled

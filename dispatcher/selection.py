@@ -6,12 +6,12 @@ it, a valid record says that it fails, it fails now (recorded, with the full tra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from .backends import registry
 from .backends.base import Backend, GraphPlan, Plan, Progress, Target
 from .cache import FailureRecord, failure_key
 from .decisions import Chosen, Decision, Failed, Rejected, Remembered, Untried, describe
-from .errors import DeviceLostError, NoBackendError
+from .errors import DeviceLostError, NoBackendError, SidestepError
 from .events import counters, logger, once, subscribers
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _Tensors = Sequence["torch.Tensor | None"]
 
-# Plans whose first run succeeded. A plan holds a compiled graph (about 100 kB on disk); bounded, oldest out first.
+# Plans whose first run succeeded, the latest selected last. A plan holds a compiled graph (about 100 kB on disk).
 MAX_PLANS = 1024
-_plans: OrderedDict[tuple[str, AttentionProblem, Target], Plan] = OrderedDict()
+_plans: dict[tuple[str, AttentionProblem, Target], Plan] = {}
 _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
 _lock = threading.RLock()
 
@@ -54,7 +54,7 @@ class Selection:
         decisions: about every backend asked, in order; the last is Chosen where one serves.
         served: the chosen plan with what it serves; None where no backend does, or nothing could be run.
         settled: False where the next call should decide anew (out of memory, capture in progress).
-        cause: the exception of the last failure, if any.
+        cause: where nobody serves, the exception of the last failure, if any.
     """
 
     decisions: tuple[Decision, ...]
@@ -103,50 +103,63 @@ def select(
         Exception: the backend's own, of kind `error`, where the order is strict or SIDESTEP_STRICT=1.
         DeviceLostError: the device cannot be used any more.
     """
-    strict = len(order) == 1 if strict is None else strict
-    decisions: list[Decision] = []
-    settled, cause = True, None
     with _lock:
         counters.selections += 1
-        capturing = problem.device == "cuda" and target.profile is None and torch.cuda.is_current_stream_capturing()
-        for name in order:
-            backend = registry.get(name)
-            plan = _plans.get((name, problem, target))
-            if plan is None:
-                if (known := _known(backend, problem, target)) is not None:
-                    counters.skipped_known_bad += isinstance(known, Remembered)
-                    decisions.append(known)
-                    continue
-                if capturing and backend.builds:
-                    settled = False
-                    decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
-                    continue
-                attempt = _attempt(backend, problem, target, None if capturing else tensors, strict)
-                if isinstance(attempt, tuple):
-                    failed, error = attempt
-                    # Memory is what a caller can do something about, so that error is the one to raise at the end.
-                    cause = cause if isinstance(cause, torch.OutOfMemoryError) else error
-                    settled = settled and (failed.kind != "transient" or name in _unusable)
-                    decisions.append(failed)
-                    continue
-                plan = attempt
-                if capturing:
-                    settled = False  # it has not run yet
-                else:
-                    _plans[name, problem, target] = plan
-                    while len(_plans) > MAX_PLANS:
-                        _plans.popitem(last=False)
-            decisions.append(Chosen(name))
-            counters.fallbacks += len(decisions) > 1
-            served = Served(name, plan, problem, order, target)
-            return _told(problem, Selection(tuple(decisions), served, settled, cause))
-    return _told(problem, Selection(tuple(decisions), None, settled, cause))
-
-
-def _told(problem: AttentionProblem, selection: Selection) -> Selection:
+        selection = _select(problem, order, target, tensors, len(order) == 1 if strict is None else strict)
     for tell in list(subscribers):
         tell(problem, selection.decisions)
     return selection
+
+
+def _select(
+    problem: AttentionProblem, order: tuple[str, ...], target: Target, tensors: _Tensors | None, strict: bool
+) -> Selection:
+    decisions: list[Decision] = []
+    settled = True
+    cause: Exception | None = None
+    error: Exception | None = None
+    attempt: Plan | tuple[Failed, Exception] | None = None
+    capturing = problem.device == "cuda" and target.profile is None and torch.cuda.is_current_stream_capturing()
+    for name in order:
+        backend = registry.get(name)
+        plan = _plans.pop((name, problem, target), None)
+        proven = plan is not None or not capturing  # during a capture nothing is run to see whether it can
+        if plan is None:
+            if (known := _known(backend, problem, target)) is not None:
+                counters.skipped_known_bad += isinstance(known, Remembered)
+                decisions.append(known)
+                continue
+            if capturing and backend.builds:
+                settled = False
+                decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
+                continue
+            attempt = _attempt(backend, problem, target, None if capturing else tensors, strict)
+            if isinstance(attempt, tuple):
+                failed, error = attempt
+                # Memory is what a caller can do something about, so that error is the one to raise at the end.
+                cause = cause if isinstance(cause, torch.OutOfMemoryError) else error
+                settled = settled and (failed.kind != "transient" or name in _unusable)
+                decisions.append(failed)
+                continue
+            plan = attempt
+        if proven:
+            _remember_plan((name, problem, target), plan)
+        else:
+            settled = False
+        decisions.append(Chosen(name))
+        counters.fallbacks += len(decisions) > 1
+        # An exception's traceback holds this frame, and this frame must not hold it: the call's tensors would stay.
+        cause = error = attempt = None
+        return Selection(tuple(decisions), Served(name, plan, problem, order, target), settled)
+    return Selection(tuple(decisions), None, settled, cause)
+
+
+def _remember_plan(key: tuple[str, AttentionProblem, Target], plan: Plan) -> None:
+    """Keep a plan as the latest; the one not selected for longest goes, with its routes, when there are too many."""
+    _plans[key] = plan
+    while len(_plans) > MAX_PLANS:
+        gone = _plans.pop(next(iter(_plans)))
+        _drop_routes(gone)
 
 
 def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:
@@ -170,7 +183,9 @@ def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -
 
 def forget_plans() -> None:
     """Let go of every route and plan, and of what is known for this process only."""
+    global generation
     with _lock:
+        generation += 1
         _drop_routes()
         _plans.clear()
         _unusable.clear()
@@ -239,6 +254,8 @@ def _attempt(
             if tensors is not None:
                 _first_run(plan, problem, target, tensors, progress)
         return plan
+    except SidestepError:
+        raise  # ours, and about something else: a call within the call, a lost device
     except Exception as error:
         failed = _failed(error, backend, problem, target, progress, manifest, time.perf_counter() - started)
         if failed.kind == "error" and (strict or settings.get().strict):
@@ -253,41 +270,59 @@ def _count_build() -> None:
 def _first_run(plan: Plan, problem: AttentionProblem, target: Target, tensors: _Tensors, progress: Progress) -> None:
     """Run the plan once on the call's tensors, and its backward on a zero gradient; random state is put back."""
     progress.direction, progress.stage = "forward", "execute"
-    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
     with torch.random.fork_rng([target.index] if problem.device == "cuda" else [], enabled=problem.dropout_p > 0):
-        _gradients(plan, problem, detached, progress)
+        _gradients(plan, problem, tensors, progress)
     if problem.device == "cuda":
         torch.cuda.synchronize(target.index)  # what the kernels did wrong is blamed on this plan, not on a later call
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Run apart from what the caller has around the call: it must neither see our runs nor change their outcome.
+
+    Dispatch modes and saved-tensor hooks (checkpointing recomputes in them, selective checkpointing would store the
+    first run's results as the call's), anomaly mode (NaN in the caller's data is not our failure), and the autograd
+    engine's device threads (one may run another thread's backward, which waits for the lock that is held here).
+    """
+    with (
+        torch.utils._python_dispatch._disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        torch.autograd.set_detect_anomaly(False),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
 
 
 def _gradients(
     plan: Plan,
     problem: AttentionProblem,
-    detached: Sequence[Any],
+    tensors: _Tensors,
     progress: Progress,
     grad_output: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor | None]:
-    """Forward and, where the problem trains, the gradients for `grad_output` (zeros when None)."""
-    query, key, value, mask = detached
-    if not problem.training:
-        with torch.no_grad():
-            plan.infer(query, key, value, mask)
-        return ()
-    if isinstance(plan, GraphPlan):
-        with torch.no_grad():
-            output, *residuals = plan.forward(query, key, value, mask)
+    """Forward and, where the problem trains, the gradients for `grad_output` (zeros when None), apart."""
+    with _apart():
+        detached: list[Any] = [None if tensor is None else tensor.detach() for tensor in tensors]
+        query, key, value, mask = detached
+        if not problem.training:
+            with torch.no_grad():
+                plan.infer(query, key, value, mask)
+            return ()
+        if isinstance(plan, GraphPlan):
+            with torch.no_grad():
+                output, *residuals = plan.forward(query, key, value, mask)
+                progress.direction = "backward"
+                grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+                return plan.backward(grad_output, query, key, value, mask, output, *residuals)
+        leaves = [query, key, value] + ([mask] if problem.mask and problem.mask.requires_grad else [])
+        with torch.enable_grad():
+            for leaf in leaves:
+                leaf.requires_grad_()
+            output = plan.infer(query, key, value, mask)
             progress.direction = "backward"
             grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-            return plan.backward(grad_output, query, key, value, mask, output, *residuals)
-    leaves = [query, key, value] + ([mask] if problem.mask and problem.mask.requires_grad else [])
-    with torch.enable_grad():
-        for leaf in leaves:
-            leaf.requires_grad_()
-        output = plan.infer(query, key, value, mask)
-        progress.direction = "backward"
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        grads = torch.autograd.grad(output, leaves, grad_output)
-    return (*grads, None)[:4]
+            grads = torch.autograd.grad(output, leaves, grad_output)
+        return (*grads, None)[:4]
 
 
 def _recover_backward(
@@ -302,19 +337,20 @@ def _recover_backward(
     problem, target = served.problem, served.target
     backend = registry.get(served.backend)
     with _lock:
-        _plans.pop((served.backend, problem, target), None)
-        _drop_routes()
         manifest = environment.manifest(backend, problem.device, target)
+        # How long it ran is not known: the hot path takes no time.
         failed = _failed(error, backend, problem, target, Progress("backward", "execute"), manifest, 0.0)
+        if failed.kind != "transient":
+            _plans.pop((served.backend, problem, target), None)
+            _drop_routes(served.plan)
     rest = served.order[served.order.index(served.backend) + 1 :]
     wanted = failed.kind == "error" and settings.get().strict
     if not rest or wanted or problem.dropout_p > 0 or failed.kind == "transient":
         raise error
-    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
-    selection = select(problem, rest, target, detached, strict=False)
+    selection = select(problem, rest, target, tensors, strict=False)
     if selection.served is None:
         raise error
-    return _gradients(selection.served.plan, problem, detached, Progress(), grad_output)
+    return _gradients(selection.served.plan, problem, tensors, Progress(), grad_output)
 
 
 def _failed(
@@ -366,6 +402,8 @@ def _failed(
 def _verdict(error: Exception, backend: Backend, problem: AttentionProblem, target: Target) -> Any:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
         return "transient"
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
+        return "transient"
     if problem.device == "cuda" and target.profile is None and not torch.cuda.is_current_stream_capturing():
         lost = _lost(target.index)
         if lost is not None:
@@ -375,6 +413,10 @@ def _verdict(error: Exception, backend: Backend, problem: AttentionProblem, targ
                 f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
             ) from error
     return backend.verdict(error)
+
+
+# torch's CPU allocator, the CUDA driver and run time, cuBLAS and cuDNN.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 def _lost(index: int) -> RuntimeError | None:
@@ -409,7 +451,7 @@ def _log(
     more = f"sidestep failures show {record_id}" if record_id else "nothing could be kept: environment unreadable"
     if kind == "error":
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.relpath(frame.filename)}:{frame.lineno}"
+        where = f"{frame.filename}:{frame.lineno}"
         message = "%s failed with a bug, %s, at %s (%s %s) on %s; the next backend is asked. %s"
         logger.warning(message, backend.name, text, where, progress.direction, progress.stage, problem, more)
     else:
@@ -439,11 +481,13 @@ class Entry(NamedTuple):
         route: runs query, key, value and mask.
         flags: the part of the signature that is not about tensors.
         check: True for query, key and value like those of the signature, which has no mask then.
+        plan: what the route runs, if it is a plan.
     """
 
     route: Route
     flags: tuple[Any, ...]
     check: guards.Check
+    plan: Plan | None = None
 
 
 class Latest:
@@ -462,14 +506,21 @@ MAX_ROUTES = 16384
 routes: dict[tuple[Any, ...], Entry] = {}
 
 
-def install(signature: tuple[Any, ...], entry: Entry) -> None:
-    """Let later calls with `signature` run `entry`; the oldest goes when there are too many."""
+# Grows when settings change: a route that was decided under earlier ones is not installed any more.
+generation = 0
+
+
+def install(signature: tuple[Any, ...], entry: Entry, decided: int) -> None:
+    """Let later calls with `signature` run `entry`, unless settings changed since generation `decided`."""
     with _lock:
-        routes[signature] = entry
+        if decided == generation:
+            routes[signature] = entry
         while len(routes) > MAX_ROUTES:
             del routes[next(iter(routes))]
 
 
-def _drop_routes() -> None:
-    routes.clear()
+def _drop_routes(plan: Plan | None = None) -> None:
+    """Drop the routes that run `plan`, or all."""
+    for signature in [signature for signature, entry in routes.items() if plan is None or entry.plan is plan]:
+        del routes[signature]
     latest.entry = _NO_ENTRY

@@ -11,6 +11,7 @@ and `_scaled_dot_product_attention_math`, which broadcasts batches as matmul doe
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -143,12 +144,25 @@ class Call(NamedTuple):
     scale: float | None
     enable_gqa: bool
 
-    def validate(self) -> None:
+    def validate(self, training: bool = False) -> None:
         """Refuse what torch refuses.
 
         Raises:
             InvalidCallError: what was wrong and what was expected.
         """
+        if not isinstance(self.is_causal, bool) or not isinstance(self.enable_gqa, bool):
+            raise InvalidCallError(
+                f"is_causal and enable_gqa must be True or False, got {self.is_causal!r} and {self.enable_gqa!r}"
+            )
+        if not isinstance(self.dropout_p, numbers.Real):
+            raise InvalidCallError(f"dropout_p must be a number, got {self.dropout_p!r}")
+        scalar = getattr(self.scale, "dim", lambda: 1)() == 0  # a 0-dimensional tensor, which torch takes for a number
+        if self.scale is not None and not isinstance(self.scale, numbers.Real) and not scalar:
+            raise InvalidCallError(f"scale must be a number or None, got {self.scale!r}")
+        if training and any(tensor.is_inference() for tensor in self.tensors()):
+            raise InvalidCallError(
+                "a tensor made under torch.inference_mode() cannot take part in a call that needs gradients; clone it"
+            )
         mask = None if self.attn_mask is None else TensorInfo.of(self.attn_mask)
         infos = (TensorInfo.of(self.query), TensorInfo.of(self.key), TensorInfo.of(self.value))
         validate(*infos, mask, self.dropout_p, self.is_causal, self.enable_gqa)
@@ -236,7 +250,9 @@ def canonicalize(call: Call) -> tuple[Call, tuple[int, ...]]:
             if any(size != 1 for size in lead):
                 mask = mask.expand(*output_shape[: rank - 3], *mask.shape[rank - 3 :])
             mask = mask.flatten(0, rank - 4)
-    query, key, value = (t.clone() if _misaligned(t) else t for t in (query, key, value))
+    if any(_misaligned(t) for t in (query, key, value)):
+        # All three: which of them it was is not in a call's signature, and a plan is for the strides of all.
+        query, key, value = query.clone(), key.clone(), value.clone()
     if mask is not None and _misaligned(mask):
         mask = mask.clone()
     grouped = key.shape[1] != query.shape[1]

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .backends import registry
 from .errors import SettingError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    registry.expand(names)
+    return names
 
 
 def _switch(text: str) -> bool:
@@ -34,7 +37,7 @@ def _cache(text: str) -> str:
 
 
 def _path(text: str) -> Path | None:
-    return Path(text).expanduser() if text else None
+    return Path(text).expanduser().absolute() if text else None
 
 
 def _setting(default: Any, variable: str, parse: Callable[[str], Any], meaning: str) -> Any:
@@ -128,11 +131,11 @@ def change(values: Mapping[str, Any]) -> Settings:
     for name, value in values.items():
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(text, (list, tuple)):
-            text = ",".join(text)
+            text = ",".join(map(str, text))
         elif isinstance(text, bool):
             text = str(int(text))
-        elif text is None:
-            text = ""
+        elif not isinstance(text, str):
+            text = "" if text is None else str(text)
         parsed[name] = _parsed(f"configure({name}=...)", text, table[name]["parse"])
     updated = replace(get(), **parsed)
     with _lock:

@@ -1,0 +1,332 @@
+"""What stands around a call (hooks, modes, threads, forks, settings) neither changes a decision nor is harmed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from process import Counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import sidestep
+from sidestep import failures, selection, semantics, settings
+from sidestep.backends import registry
+
+sdpa: Any = sidestep.scaled_dot_product_attention
+torch_sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def tensors(length: int, grad: bool = True) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, length, 8, requires_grad=grad) for _ in range(3)]
+
+
+class Refusing:
+    """A backend that raises, where and what the test says."""
+
+    name, builds = "refusing", False
+
+    def __init__(self, error: Exception, verdict: str = "unsupported") -> None:
+        self.error, self.kind = error, verdict
+
+    def rejects(self, problem: Any) -> tuple[str, ...]:
+        return ()
+
+    def versions(self) -> dict[str, str | int]:
+        return {"refusing": 1}
+
+    def build(self, problem: Any, target: Any, progress: Any) -> Any:
+        raise type(self.error)(*self.error.args)  # a new one: its traceback is not to be kept here
+
+    def verdict(self, error: Exception) -> Any:
+        return self.kind
+
+
+@pytest.fixture
+def refusing() -> Iterator[None]:
+    registry.register("refusing", lambda: Refusing(NotImplementedError("no")))
+    yield
+    registry._added.pop("refusing")
+    registry.get.cache_clear()
+
+
+def records() -> list[Any]:
+    return list(failures.records())
+
+
+# --- the first run is apart -----------------------------------------------------------------------------------------
+
+
+def test_a_first_call_inside_a_checkpoint() -> None:
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    def block(function: Any) -> torch.Tensor:
+        result = checkpoint(lambda q: function(q, q, q).sin(), query, use_reentrant=False)
+        return torch.autograd.grad(result.sum(), query)[0]
+
+    torch.testing.assert_close(block(sdpa), block(torch_sdpa))
+    assert records() == []
+
+
+def test_a_first_call_inside_a_selective_checkpoint() -> None:
+    """Three layers alike: what is saved of each must be its own result, not that of a first run."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op == kernel else CheckpointPolicy.PREFER_RECOMPUTE
+
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    def step(function: Any) -> torch.Tensor:
+        def layers(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = function(x.cos(), x, x).sin()
+            return x
+
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        result = checkpoint(layers, query, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(result.sum(), query)[0]
+
+    torch.testing.assert_close(step(sdpa), step(torch_sdpa))
+
+
+def test_hooks_and_modes_see_one_call_only() -> None:
+    class Count(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            type(self).seen += 1
+            return func(*args, **(kwargs or {}))
+
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(1)
+        return tensor
+
+    query, key, value = tensors(17)
+    counts = []
+    for _ in range(2):
+        packed.clear()
+        Count.seen = 0
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            Count(),
+        ):
+            sdpa(query, key, value)
+        counts.append((len(packed), Count.seen))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 0
+
+
+def test_the_callers_data_is_no_failure_of_a_backend() -> None:
+    query, key, value = tensors(18)
+    query.data[0, 0, 0, 0] = torch.nan
+    with torch.autograd.detect_anomaly(check_nan=True):
+        sdpa(query, key, value)
+    assert records() == []
+
+
+def test_inference_tensors_are_the_callers_mistake(counters: Counters) -> None:
+    with torch.inference_mode():
+        query = torch.randn(1, 2, 19, 8)
+    _, key, value = tensors(19)
+    with pytest.raises(sidestep.InvalidCallError, match="inference_mode"):
+        sdpa(query, key, value)
+    assert counters.selections == 0
+    assert sdpa(query, key.detach(), value.detach()).shape == query.shape
+
+
+def test_no_memory_is_not_recorded() -> None:
+    big = torch.randn(1, 1, 1, 8).expand(1, 1, 3_000_000, 8)
+    with pytest.raises(sidestep.NoBackendError, match="transient"):
+        sdpa(big, big, big, backends="torch_math")
+    assert records() == []
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def test_whichever_is_misaligned_the_canonical_strides_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signature says that some pointer is misaligned, not whose; a plan is for the strides of all."""
+    monkeypatch.setattr(semantics, "_misaligned", lambda tensor: tensor.data_ptr() % semantics.ALIGNMENT != 0)
+
+    def view(offset: int) -> torch.Tensor:
+        return torch.randn(1, 2, 16, 24, dtype=torch.bfloat16)[..., offset : offset + 8]
+
+    strides = set()
+    for offsets in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)):
+        query, key, value = map(view, offsets)
+        call = semantics.Call(query, key, value, None, 0.0, False, None, False)
+        assert not semantics.is_canonical(call)
+        strides.add(tuple(tensor.stride() for tensor in semantics.canonicalize(call)[0][:3]))
+    assert len(strides) == 1
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_fallback_keeps_no_tensor_alive() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        query = torch.randn(1, 2, 22, 8)
+        sdpa(query, query, query, backends=["refusing", "torch"])
+        alive = weakref.ref(query)
+        del query
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_missing_folder_does_not_stop_a_fallback(tmp_path: Path, lenient: None) -> None:
+    registry.register("refusing", lambda: Refusing(AssertionError("bug"), "error"))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    here = Path.cwd()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        assert sdpa(*tensors(23), backends=["refusing", "torch"]).shape == (1, 2, 23, 8)
+    finally:
+        os.chdir(here)
+
+
+def test_a_route_decided_under_other_settings_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, decided, changed = selection.install, threading.Event(), threading.Event()
+
+    def late(*arguments: Any) -> None:
+        decided.set()
+        changed.wait(30)
+        install(*arguments)
+
+    monkeypatch.setattr(selection, "install", late)
+    query, key, value = tensors(24, grad=False)
+    thread = threading.Thread(target=sdpa, args=(query, key, value))
+    thread.start()
+    decided.wait(30)
+    sidestep.configure(backends="torch_math")
+    changed.set()
+    thread.join()
+    assert selection.routes == {}
+    with sidestep.observe() as seen:
+        sdpa(query, key, value)
+    assert [decision.backend for _, decisions in seen for decision in decisions] == ["torch_math"]
+
+
+def test_a_fork_during_a_selection_does_not_hang() -> None:
+    building, forked = threading.Event(), threading.Event()
+
+    class Slow(Refusing):
+        def build(self, problem: Any, target: Any, progress: Any) -> Any:
+            building.set()
+            forked.wait(30)
+            return super().build(problem, target, progress)
+
+    registry.register("slow", lambda: Slow(NotImplementedError("no")))
+    try:
+        thread = threading.Thread(target=sdpa, args=tensors(25, grad=False), kwargs={"backends": ["slow", "torch"]})
+        thread.start()
+        building.wait(30)
+        child = os.fork()
+        if child == 0:
+            threading.Timer(20, os._exit, (1,)).start()
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+            sdpa(*tensors(3, grad=False), backends="torch_math")
+            os._exit(0)
+        forked.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        registry._added.pop("slow")
+        registry.get.cache_clear()
+
+
+def test_deterministic_mode_is_no_other_problem_without_gradients(counters: Counters) -> None:
+    query, key, value = tensors(26, grad=False)
+    sdpa(query, key, value)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sidestep.observe() as seen:
+            sdpa(query, key, value)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [problem.deterministic for problem, _ in seen] == [False]
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_a_scale_in_a_tensor_is_read_at_every_call() -> None:
+    query, key, value = tensors(27, grad=False)
+    scale = torch.tensor(0.5)
+    for number in (0.5, 2.0):
+        scale.fill_(number)
+        torch.testing.assert_close(sdpa(query, key, value, scale=scale), torch_sdpa(query, key, value, scale=number))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": "0.5"},
+        {"is_causal": "no"},
+        {"is_causal": None},
+        {"is_causal": numpy.bool_(True)},
+        {"enable_gqa": 1},
+        {"dropout_p": "0.1"},
+        {"dropout_p": None},
+        {"attn_mask": [1]},
+        {"key": None},
+        {"query": torch.randn(1, 2, 4, 8).to_sparse()},
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_clearly(arguments: dict[str, Any], counters: Counters) -> None:
+    query, key, value = tensors(4, grad=False)
+    with pytest.raises(sidestep.InvalidCallError, match=r"must be|not supported"):
+        sdpa(**({"query": query, "key": key, "value": value} | arguments))
+    assert counters.selections == 0
+
+
+def test_under_vmap_the_text_says_so() -> None:
+    query = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(sidestep.InvalidCallError, match="vmap"):
+        torch.vmap(lambda q: sdpa(q, q, q))(query)
+
+
+def test_names_may_be_any_text_and_nothing_else() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    query, key, value = tensors(5, grad=False)
+    assert sdpa(query, key, value, backends=Name("torch_math")).shape == query.shape
+    for wrong in (["torch_math"], 3):
+        with pytest.raises(ValueError, match="is text"), sidestep.use_backends(wrong):  # type: ignore[arg-type]
+            pass
+
+
+def test_constant_outputs_have_the_querys_order_too() -> None:
+    query = torch.randn(2, 10, 5, 8).transpose(1, 2).requires_grad_()
+    output = sdpa(query, query, query, dropout_p=1.0)
+    assert output.stride() == query.stride()
+    assert not torch.autograd.grad(output.sum(), query)[0].any()
+
+
+def test_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sidestep.SettingError, match=r"SIDESTEP_BACKENDS='cudnn,foo'.*unknown backend 'foo'"):
+        settings.Settings.from_environ({"SIDESTEP_BACKENDS": "cudnn,foo"})
+    for wrong in ({"strict": 2}, {"backends": None}, {"backends": "foo"}, {"nothing": 1}, {"cache": 5}):
+        with pytest.raises(sidestep.SettingError):
+            sidestep.configure(**wrong)
+    sidestep.configure(backends="cudnn, torch")
+    sidestep.configure(backends=["torch_math"])
+    monkeypatch.chdir("/")
+    sidestep.configure(cache_dir="relative")
+    assert settings.get().directory() == Path("/relative")
