@@ -143,7 +143,7 @@ PROBLEMS = [
     problem("gradient-transposed", grad_output="transposed"),
 ]
 
-# What cuDNN 9.19 and torch serve on an H200 by gpu_facts.md, so that a rule gone wrong cannot pass as a refusal.
+# What cuDNN 9.19 and torch were seen to serve on an H200, so that a rule gone wrong cannot pass as a refusal.
 PLAIN = {"bf16", "fp16", "causal", "scale", "head-128", "mask-bool-rank-2", "mask-same-rank-2"}
 MUST_SERVE = {
     ("cuda", "cudnn"): PLAIN

@@ -515,9 +515,9 @@ def slices_of_one_buffer(case: dict[str, Any], device: str, counters: Counters) 
 # --- the tests ------------------------------------------------------------------------------------------------------
 
 LATER = {
-    # The rules of known_bad.toml, with their remedy, are a later issue's. Expected from gpu_facts trap 3; not tried.
+    # Rules against wrong numbers, with their remedies, are a later issue's (docs/gpu-notes.md, 3); seen on an H200.
     (name, "finite gradients equal to the reference", "cuda"): (
-        "cuDNN 9.19's backward gives NaN here (expected from gpu_facts trap 3); the known-bad rules are a later issue"
+        "cuDNN 9.19's backward gives NaN here (docs/gpu-notes.md, 3); rules against wrong numbers are a later issue"
     )
     for name in ("nan-dq-704", "nan-dq-1088-head-128", "nan-dk-dv-one-query")
 }
