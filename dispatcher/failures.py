@@ -6,10 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import settings
-from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Layered, Store, find_by_id, open_store
+from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Kind, Layered, Store, find_by_id, open_store
 from .events import logger, once
 
 if TYPE_CHECKING:
@@ -84,6 +84,43 @@ def keep(record: FailureRecord) -> None:
     earlier = _read(record.key)
     store().set(record.key, (earlier.again(record) if earlier else record).to_bytes())
     _intents().clear(record.key)
+
+
+def note(
+    key: str,
+    kind: Kind,
+    backend: str,
+    problem: AttentionProblem,
+    manifest: Mapping[str, Any],
+    *,
+    direction: Literal["forward", "backward"],
+    stage: str,
+    exception: tuple[str, str, str],
+    duration: float,
+    built_on: Literal["local", "offline"],
+    at: float | None = None,
+) -> FailureRecord:
+    """Store a failure that happened now, or at unix time `at`; `exception` is its type, text and traceback."""
+    at = time.time() if at is None else at
+    record = FailureRecord(
+        key=key,
+        kind=kind,
+        backend=backend,
+        direction=direction,
+        stage=stage,
+        exception_type=exception[0],
+        exception_text=exception[1],
+        traceback=exception[2],
+        problem=problem.to_json(),
+        environment=dict(manifest),
+        first_time=at,
+        last_time=at,
+        count=1,
+        duration=duration,
+        built_on=built_on,
+    )
+    keep(record)
+    return record
 
 
 def crash(key: str) -> Crash | None:

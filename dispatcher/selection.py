@@ -215,25 +215,19 @@ def _crashed(
     if crash is None:
         return None
     first = crash.dump.strip().splitlines()[0] if crash.dump.strip() else f"{crash.count} builds ended their process"
-    record = FailureRecord(
-        key=key,
-        kind="crash",
-        backend=backend.name,
+    return failures.note(
+        key,
+        "crash",
+        backend.name,
+        problem,
+        manifest,
         direction="backward" if problem.training else "forward",
         stage="build",
-        exception_type="ProcessDied",
-        exception_text=first,
-        traceback=crash.dump or first,
-        problem=problem.to_json(),
-        environment=dict(manifest),
-        first_time=crash.time,
-        last_time=crash.time,
-        count=1,
+        exception=("ProcessDied", first, crash.dump or first),
         duration=0.0,
         built_on=target.built_on,
+        at=crash.time,
     )
-    failures.keep(record)
-    return record
 
 
 def _key(backend: Backend, problem: AttentionProblem, manifest: environment.Manifest) -> str:
@@ -375,26 +369,18 @@ def _failed(
         return failed
     record_id = None
     if manifest is not None:
-        now = time.time()
-        record = FailureRecord(
-            key=_key(backend, problem, manifest),
-            kind=kind,
-            backend=backend.name,
+        record_id = failures.note(
+            _key(backend, problem, manifest),
+            kind,
+            backend.name,
+            problem,
+            manifest,
             direction=progress.direction,
             stage=progress.stage,
-            exception_type=_name(error),
-            exception_text=str(error),
-            traceback="".join(traceback.format_exception(error)),
-            problem=problem.to_json(),
-            environment=dict(manifest),
-            first_time=now,
-            last_time=now,
-            count=1,
+            exception=(_name(error), str(error), "".join(traceback.format_exception(error))),
             duration=duration,
             built_on=target.built_on,
-        )
-        failures.keep(record)
-        record_id = record.id
+        ).id
     _log(backend, problem, progress, kind, text, error, record_id)
     return Failed(backend.name, kind, text, record_id)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import environment, failures, settings
 from .backends import registry
-from .cache import FailureRecord, failure_key
+from .cache import failure_key
 from .decisions import Decision, Failed, Remembered, from_json, to_json
 from .errors import SidestepError
 from .events import counters
@@ -267,25 +267,18 @@ def _keep_timeout(problem: AttentionProblem, environments: Mapping[str, Any], ti
         crash = failures.crash(key) if key else None
         if key is None or crash is None:
             continue
-        now = time.time()
-        record = FailureRecord(
-            key=key,
-            kind="timeout",
-            backend=name,
+        failures.note(
+            key,
+            "timeout",
+            name,
+            problem,
+            manifest,
             direction="backward" if problem.training else "forward",
             stage="build",
-            exception_type="TimeoutError",
-            exception_text=f"the build ran past its limit of {timeout:g} s",
-            traceback=crash.dump,
-            problem=problem.to_json(),
-            environment=dict(manifest),
-            first_time=now,
-            last_time=now,
-            count=1,
+            exception=("TimeoutError", f"the build ran past its limit of {timeout:g} s", crash.dump),
             duration=timeout,
             built_on=built_on,
         )
-        failures.keep(record)
         return
     raise WorkerError(
         f"no answer within {timeout:g} s for {problem}, and not in a build that a record could be kept of "
