@@ -10,39 +10,39 @@ if TYPE_CHECKING:
     from .selection import Served
 
 
-class Attention(torch.autograd.Function):
-    """Forward and backward of one plan, for backends whose kernels autograd does not know."""
+def route(served: Served) -> Any:
+    """A function of query, key, value and mask that is differentiable once, by the plan's forward and backward.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        served: Served,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """(B, H_q, S_q, D_v) from (B, H_q, S_q, D), (B, H_kv, S_kv, D), (B, H_kv, S_kv, D_v) and a rank-4 mask."""
-        results: tuple[torch.Tensor, ...] = served.forward(query, key, value, attn_mask)
-        ctx.save_for_backward(query, key, value, attn_mask, *results)
-        ctx.served = served
-        return results[0]
+    It has an autograd function of its own: what it serves is then no argument, which would cost an attribute of the
+    context, a gradient of None and 3 to 6 % of a tiny forward and backward.
+    """
+    run_forward, run_backward, is_grad_enabled = served.forward, served.backward, torch.is_grad_enabled
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Gradients of query, key, value and mask; autograd drops those that nobody needs."""
-        if not _is_grad_enabled():
-            return ctx.served.backward(grad_output, *ctx.saved_tensors)
-        # create_graph=True. once_differentiable would look at grad_output alone, and let second derivatives through
-        # query, key and value vanish without a word.
-        inputs = [tensor for tensor in ctx.saved_tensors[:4] if tensor is not None and tensor.requires_grad]
-        once: Any = _Once.apply
-        with torch.no_grad():
-            grads = ctx.served.backward(grad_output, *ctx.saved_tensors)
-        return tuple(None if grad is None else once(grad, grad_output, *inputs) for grad in grads)
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            results: tuple[torch.Tensor, ...] = run_forward(query, key, value, attn_mask)
+            ctx.save_for_backward(query, key, value, attn_mask, *results)
+            return results[0]
 
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            """Gradients of all four; autograd drops those that nobody needs."""
+            if not is_grad_enabled():
+                return run_backward(grad_output, *ctx.saved_tensors)
+            # create_graph=True. once_differentiable would look at grad_output alone, and let second derivatives
+            # through query, key and value vanish without a word.
+            inputs = [tensor for tensor in ctx.saved_tensors[:4] if tensor is not None and tensor.requires_grad]
+            once: Any = _Once.apply
+            with torch.no_grad():
+                grads = run_backward(grad_output, *ctx.saved_tensors)
+            return tuple(None if grad is None else once(grad, grad_output, *inputs) for grad in grads)
 
-_is_grad_enabled = torch.is_grad_enabled
+    # Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
+    # call has failed before, for their tensors have no data_ptr() for the signature.
+    return super(torch.autograd.Function, Attention).apply
 
 
 class _Once(torch.autograd.Function):
@@ -58,11 +58,6 @@ class _Once(torch.autograd.Function):
             "the gradients of this backend cannot be differentiated again (double backward); torch_math's can: "
             "scaled_dot_product_attention(..., backends='torch_math')"
         )
-
-
-# Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
-# call has failed before, for their tensors have no data_ptr() for the signature.
-apply: Any = super(torch.autograd.Function, Attention).apply
 
 
 class Zeros(torch.autograd.Function):

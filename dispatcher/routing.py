@@ -123,5 +123,5 @@ def _canonical_route(call: Call, order: tuple[str, ...]) -> _Routed:
         raise selection.no_backend(problem, result)
     plan = result.served.plan
     if problem.training and isinstance(plan, GraphPlan):
-        return functools.partial(autograd.apply, result.served), plan, result.settled
+        return autograd.route(result.served), plan, result.settled
     return plan.infer, plan, result.settled

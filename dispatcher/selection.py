@@ -73,14 +73,11 @@ class Served:
         self.forward: Any = getattr(plan, "forward", None)  # bound here: the hot path saves a look-up
 
     def backward(self, grad_output: torch.Tensor, *saved: Any) -> tuple[torch.Tensor | None, ...]:
-        """The plan's backward; where it fails, the gradients by the next backend from query, key and value.
-
-        One None comes first, for the argument of the autograd function that is no tensor.
-        """
+        """The plan's backward; where it fails, the gradients by the next backend from query, key and value."""
         try:
-            return (None, *cast(GraphPlan, self.plan).backward(grad_output, *saved))
+            return cast(GraphPlan, self.plan).backward(grad_output, *saved)
         except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
-            return (None, *_recover_backward(error, self, grad_output, saved[:4]))
+            return tuple(_recover_backward(error, self, grad_output, saved[:4]))
 
 
 def select(
