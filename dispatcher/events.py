@@ -19,9 +19,9 @@ logger = logging.getLogger("sidestep")
 class Counters:
     """What this process, and the child processes that worked for it, did.
 
-    `hits` and `misses` count calls; the others count while a route is selected. Each is
-    changed by a single `+=` on a plain attribute, between whose load and store CPython
-    (3.10 and newer, with its lock) does not switch threads.
+    `hits` and `misses` count calls; each is changed by a single `+= 1` on a plain attribute, between whose load and
+    store CPython (3.10 and newer, with its lock) does not switch threads. The others count while a route is selected,
+    under selection's lock.
     """
 
     hits: int = 0  # calls that found a route
