@@ -7,6 +7,7 @@ it, a valid record says that it fails, it fails now (recorded, with the full tra
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -33,6 +34,8 @@ _Tensors = Sequence["torch.Tensor | None"]
 # Plans whose first run succeeded, the latest selected last. A plan holds a compiled graph (about 100 kB on disk).
 MAX_PLANS = 1024
 _plans: dict[tuple[str, AttentionProblem, Target], Plan] = {}
+_EVICTED_AT_MOST = 256  # plans that may wait for the collector
+_evicted = 0
 _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
 _lock = threading.RLock()
 
@@ -153,10 +156,13 @@ def _select(
 
 def _remember_plan(key: tuple[str, AttentionProblem, Target], plan: Plan) -> None:
     """Keep a plan as the latest; the one not selected for longest goes, with its routes, when there are too many."""
+    global _evicted
     _plans[key] = plan
     while len(_plans) > MAX_PLANS:
-        gone = _plans.pop(next(iter(_plans)))
-        _drop_routes(gone)
+        _drop_routes(_plans.pop(next(iter(_plans))))
+        _evicted += 1
+        if _evicted % _EVICTED_AT_MOST == 0:
+            gc.collect()  # a route's autograd function is a class, which only the collector frees, and its plan with it
 
 
 def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:

@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,25 @@ def test_routes_are_bounded(monkeypatch: pytest.MonkeyPatch, counters: Counters)
     assert len(selection.routes) == len(selection._plans) == 2  # a plan that goes takes its routes along
     assert len(selection._plans) == 2
     assert counters.selections == 16
+
+
+def test_graph_plans_are_bounded(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in use, and those that wait for the garbage collector: nothing else is alive, however many there were."""
+    monkeypatch.setattr(selection, "MAX_PLANS", 8)
+    monkeypatch.setattr(selection, "_EVICTED_AT_MOST", 4)
+    alive: weakref.WeakSet[SmallPlan] = weakref.WeakSet()
+    made = SmallPlan.__init__
+
+    def count(plan: SmallPlan, *arguments: Any) -> None:
+        made(plan, *arguments)
+        alive.add(plan)
+
+    monkeypatch.setattr(SmallPlan, "__init__", count)
+    for size in range(1, 65):
+        query, key, value = tensors(grad=True, size=size)
+        sdpa(query, key, value, backends="small").sum().backward()
+        assert len(alive) <= 8 + 4 + 1
+    assert len(selection._plans) == len(selection.routes) == 8
 
 
 def test_threads_that_miss_together_build_once(small: Small, counters: Counters) -> None:
