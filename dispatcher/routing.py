@@ -35,7 +35,8 @@ def miss(
     route, plan, settled = _route(call, expand(names))
     if settled and not isinstance(call.scale, torch.Tensor):  # a tensor's number may change
         # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
-        plain = call.attn_mask is None and not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
+        aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
+        plain = call.attn_mask is None and aligned and autocast_dtype(call.query) is None
         check = guards.like(*call[:3]) if plain else guards.never
         selection.install(signature, Entry(route, flags, check, plan), decided)
     return route(*call[:4])

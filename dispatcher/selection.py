@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -463,7 +463,8 @@ def _summary(name: str, text: str) -> str:
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Entry:
     """What runs calls of one signature, and how to know such a call again.
 
     Attributes:
@@ -511,5 +512,6 @@ def install(signature: tuple[Any, ...], entry: Entry, decided: int) -> None:
 def _drop_routes(plan: Plan | None = None) -> None:
     """Drop the routes that run `plan`, or all."""
     for signature in [signature for signature, entry in routes.items() if plan is None or entry.plan is plan]:
-        del routes[signature]
+        # A thread that has just looked it up may still make it the latest: no call is like it any more.
+        routes.pop(signature).flags = ()
     latest.entry = _NO_ENTRY

@@ -221,6 +221,20 @@ def test_a_route_decided_under_other_settings_is_not_installed(monkeypatch: pyte
     assert [decision.backend for _, decisions in seen for decision in decisions] == ["torch_math"]
 
 
+def test_a_dropped_route_is_not_taken_for_the_latest() -> None:
+    """As after a thread that looked a route up just before the settings changed, and made it the latest just after."""
+    query, key, value = tensors(28, grad=False)
+    for _ in range(3):
+        sdpa(query, key, value)
+    stale = selection.latest.entry
+    assert stale.plan is not None
+    sidestep.configure(backends="torch_math")
+    selection.latest.entry = stale
+    with sidestep.observe() as seen:
+        sdpa(query, key, value)
+    assert [decision.backend for _, decisions in seen for decision in decisions] == ["torch_math"]
+
+
 def test_a_fork_during_a_selection_does_not_hang() -> None:
     building, forked = threading.Event(), threading.Event()
 
@@ -330,3 +344,11 @@ def test_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     sidestep.configure(cache_dir="relative")
     assert settings.get().directory() == Path("/relative")
+
+
+def test_autocast_may_change_its_dtype_between_calls() -> None:
+    query, key, value = tensors(29, grad=False)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, None, torch.float16):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                assert sdpa(query, key, value).dtype is (dtype or torch.float32)
