@@ -44,12 +44,15 @@ class _TorchPlan:
             self.infer = self._operator
             return output
         order = sorted(range(4), key=lambda dim: -self._stride[dim])
-        if order == [0, 1, 2, 3]:
-            self.infer = lambda *tensors: self._operator(*tensors).contiguous()
-        else:
-            back = [order.index(dim) for dim in range(4)]
-            self.infer = lambda *tensors: self._operator(*tensors).permute(order).contiguous().permute(back)
-        return output.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+        back = [order.index(dim) for dim in range(4)]
+
+        def relayout(output: torch.Tensor) -> torch.Tensor:
+            if order == back == [0, 1, 2, 3]:
+                return output.contiguous()
+            return output.permute(order).contiguous().permute(back)
+
+        self.infer = lambda *tensors: relayout(self._operator(*tensors))
+        return relayout(output)
 
 
 class _TorchBackend:

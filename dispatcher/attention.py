@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 
 from . import routing, selection
+from .backends import registry
 from .events import counters
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -93,7 +94,7 @@ def use_backends(*names: str) -> Iterator[None]:
     Raises:
         ValueError: an unknown name; the known ones are listed.
     """
-    routing.expand(names)
+    registry.expand(names)
     token = _order.set(names)
     try:
         yield

@@ -16,9 +16,7 @@ from .events import counters
 from .selection import Entry, Route
 from .semantics import ALIGNMENT, Call, canonicalize, constant_output, is_canonical, problem_of
 
-__all__ = ["Call", "autocast_dtype", "expand", "miss", "unusable"]
-
-expand = registry.expand
+__all__ = ["Call", "autocast_dtype", "miss", "unusable"]
 
 
 def miss(
@@ -32,7 +30,7 @@ def miss(
     counters.misses += 1
     decided = selection.generation
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
-    route, plan, settled = _route(call, expand(names))
+    route, plan, settled = _route(call, registry.expand(names))
     if settled and not isinstance(call.scale, torch.Tensor):  # a tensor's number may change
         # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
         aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
