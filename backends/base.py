@@ -6,9 +6,9 @@ went wrong as it is, and classifies an exception when asked. `sidestep.selection
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class GraphPlan(Plan, Protocol):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Sequence[torch.Tensor]:
         """The output, then the residuals: what `backward` needs besides the inputs and the output.
 
         Raises:
@@ -89,8 +89,8 @@ class GraphPlan(Plan, Protocol):
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         output: torch.Tensor,
-        *residuals: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        *residuals: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key, value and, if the problem says that the mask needs one, mask (else None).
 
         `grad_output` may have any strides.

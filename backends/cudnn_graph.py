@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 # Raised when what the builder declares changes, so that records and plans of the old builder are not believed.
 BUILDER = 1
 
-# Tensor uids: our own, so that a deserialized plan is bound by the same numbers. Buffers are given in this order.
-Q, K, V, OUT, STATS, BIAS, SEED, OFFSET, DO, DQ, DK, DV, DBIAS = range(1, 14)
+# Tensor uids: our own, so that a deserialized plan is bound by the same numbers. Buffers are given in this order, in
+# which what a direction computes comes after what it is given.
+Q, K, V, BIAS, SEED, OFFSET, OUT, STATS, DO, DQ, DK, DV, DBIAS = range(1, 14)
 
 
 class CudnnBackend:
@@ -258,25 +259,25 @@ def _result(tensor: Any, uid: int, shape: Sequence[int], stride: Sequence[int], 
 _KEPT_WORKSPACE = 2**20
 
 
-class _Lane(threading.local):
+class _Lane:
     """What a thread runs graphs with: the cuDNN handle of its device, on its current stream, and a workspace.
 
     Work on one stream is done in order, so one workspace serves all plans of a lane.
     """
 
-    index = -1
-    stream = -1
-    handle: Any = None
-    backend_handle: Any = None  # the number in the handle, which frontends with a raw entry point have
-    workspace: torch.Tensor | None = None
+    __slots__ = ("_handles", "address", "backend_handle", "handle", "index", "pointers", "stream", "workspace")
 
     def __init__(self) -> None:
         self._handles: dict[int, Any] = {}
+        self.index = self.stream = -1
+        self.handle: Any = None
+        self.backend_handle: Any = None  # the number in the handle, which frontends with a raw entry point have
+        self.workspace: torch.Tensor | None = None
         self.pointers = (ctypes.c_uint64 * 16)()
         self.address = ctypes.addressof(self.pointers)
 
     def switch(self, index: int, stream: int) -> None:
-        """Go to another device or stream."""
+        """Go to a device and stream."""
         import cudnn
 
         if index not in self._handles:
@@ -294,15 +295,21 @@ class _Lane(threading.local):
         return self.workspace
 
 
-_lane = _Lane()
+class _Lanes(threading.local):
+    """Each thread's lane; an attribute of a thread's own costs several times one of an object, so it is read once."""
+
+    def __init__(self) -> None:
+        self.own = _Lane()
+
+
+_lanes = _Lanes()
 
 
 def _handle(index: int) -> Any:
     """The thread's handle for a device, on its current stream."""
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    if _lane.stream != stream or _lane.index != index:
-        _lane.switch(index, stream)
-    return _lane.handle
+    lane = _lanes.own
+    lane.switch(index, torch._C._cuda_getCurrentRawStream(index))
+    return lane.handle
 
 
 class AbsentPlan:
@@ -320,7 +327,11 @@ class AbsentPlan:
 
 
 class CudnnPlan:
-    """A forward graph and, for training, a backward one; `GraphPlan` says what the methods do."""
+    """A forward graph and, for training, a backward one; `GraphPlan` says what the methods do.
+
+    Few Python objects are touched on the way: autograd runs a backward in a thread of its own, where every object that
+    the caller's thread has just used comes from another core's cache (10 us of a tiny backward's 65 on an H200).
+    """
 
     def __init__(self, problem: AttentionProblem, forward: Any, backward: Any | None, index: int) -> None:
         mask = problem.mask
@@ -328,37 +339,37 @@ class CudnnPlan:
         self._dropout = problem.dropout_p > 0
         self._plain = mask is None and not self._dropout
         self._output_stride = problem.output_stride
-        self._new_output = _allocation(problem.output_shape, problem.output_stride, dtype, index)
-        self._new_stats = _allocation(*_stats(problem), torch.float32, index)
-        grads = [(layout.shape, layout.dense()) for layout in (problem.query, problem.key, problem.value)]
-        if mask is not None and mask.requires_grad:
-            grads.append((mask.shape, mask.dense()))
-        self._new_grads = [_allocation(shape, stride, dtype, index) for shape, stride in grads]
+        new = functools.lru_cache(functools.partial(_allocation, index))  # layouts that are the same share one
+        self._new_output = new(problem.output_shape, problem.output_stride, dtype)
         optional = ([BIAS] if mask is not None else []) + ([SEED, OFFSET] if self._dropout else [])
-        results = [OUT, STATS] if problem.training else [OUT]
-        self._forward = _runner(forward, [Q, K, V, *results, *optional], index)
+        results = {OUT: self._new_output}
+        if problem.training:
+            results[STATS] = new(*_stats(problem), torch.float32)
+        self._forward = _runner(forward, [Q, K, V, *optional], results, index)
         if backward is not None:
-            wanted = [DQ, DK, DV, DBIAS][: len(grads)]
-            self._backward = _runner(backward, [Q, K, V, OUT, STATS, *optional, DO, *wanted], index)
+            inputs = (problem.query, problem.key, problem.value)
+            grads = {uid: new(t.shape, t.dense(), dtype) for uid, t in zip((DQ, DK, DV), inputs, strict=True)}
+            if mask is not None and mask.requires_grad:
+                grads[DBIAS] = new(mask.shape, mask.dense(), dtype)
+            self._no_more = () if DBIAS in grads else (None,)
+            self._backward = _runner(backward, [Q, K, V, *optional, OUT, STATS, DO], grads, index)
 
     def infer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """See `Plan.infer`."""
-        output = self._new_output()
-        optional = () if self._plain else self._optional(query, attn_mask)
-        self._forward((query, key, value, output, *optional))
-        return output
+        if self._plain:
+            return self._forward(query, key, value)[0]
+        return self._forward(query, key, value, *self._optional(query, attn_mask))[0]
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Sequence[torch.Tensor]:
         """See `GraphPlan.forward`; the residuals are logsumexp (B, H, S, 1) float32, then bias and dropout seed."""
-        results: tuple[torch.Tensor, ...] = (self._new_output(), self._new_stats())
-        if not self._plain:
-            results += self._optional(query, attn_mask)
-        self._forward((query, key, value, *results))
-        return results
+        if self._plain:
+            return self._forward(query, key, value)
+        optional = self._optional(query, attn_mask)
+        return (*self._forward(query, key, value, *optional), *optional)
 
     def backward(
         self,
@@ -368,14 +379,13 @@ class CudnnPlan:
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         output: torch.Tensor,
-        *residuals: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        stats: torch.Tensor,
+        *optional: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         """See `GraphPlan.backward`."""
         if grad_output.stride() != self._output_stride or grad_output.data_ptr() % 16:
             grad_output = self._new_output().copy_(grad_output)
-        grads = [new() for new in self._new_grads]
-        self._backward((query, key, value, output, *residuals, grad_output, *grads))
-        return grads[0], grads[1], grads[2], grads[3] if len(grads) == 4 else None
+        return (*self._backward(query, key, value, *optional, output, stats, grad_output), *self._no_more)
 
     def _optional(self, query: torch.Tensor, attn_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Bias and dropout seed, where the graph has them."""
@@ -388,26 +398,40 @@ class CudnnPlan:
         return (*bias, words[0, :1], words[1, :1])
 
 
-def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[torch.Tensor]], None]:
-    """Runs `graph` on buffers given in the order of `uids`, ascending, on the current stream of the device."""
+_Allocation = Callable[[], torch.Tensor]
+
+
+def _runner(
+    graph: Any, inputs: Sequence[int], results: dict[int, _Allocation], index: int
+) -> Callable[..., list[torch.Tensor]]:
+    """Runs `graph` on the current stream of the device, on its inputs, and returns its results, newly allocated.
+
+    Args:
+        graph: built, or deserialized.
+        inputs: uids of what the runner will be given, in order.
+        results: uids of what it computes, and how to allocate each; all uids together ascend.
+        index: of the device.
+    """
     graph = _reloaded(graph, index)
-    raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, tuple(uids))
-    count = len(uids)
+    uids = (*inputs, *results)
+    raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, uids)
+    count, allocations = len(uids), tuple(results.values())
     pack, data_ptr = struct.Struct(f"{count}Q").pack_into, torch.Tensor.data_ptr
     size = max(graph.get_workspace_size(), 1)
     kept = size <= _KEPT_WORKSPACE
     device = torch.device("cuda", index)
     elsewhere = torch.cuda.device_count() > 1
-    empty, byte = torch.empty, torch.uint8
+    empty, byte, lanes = torch.empty, torch.uint8, _lanes
     # The raw number costs 0.1 us, torch.cuda.current_stream() 5; inductor's generated code calls it too.
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
-    def run(buffers: Sequence[torch.Tensor]) -> None:
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
         if elsewhere and current_device() != index:
             with torch.cuda.device(index):
-                return run(buffers)
-        lane, stream = _lane, current_stream(index)
+                return run(*given)
+        computed = [allocate() for allocate in allocations]
+        lane, stream = lanes.own, current_stream(index)
         if lane.stream != stream or lane.index != index:
             lane.switch(index, stream)
         # What a CUDA graph captures must live as long as the graph, so it gets a workspace from the graph's pool.
@@ -416,11 +440,11 @@ def _runner(graph: Any, uids: Sequence[int], index: int) -> Callable[[Sequence[t
         else:
             workspace = empty(size, dtype=byte, device=device)
         if raw is None:
-            execute(lane.handle, workspace, buffers)
+            execute(lane.handle, workspace, (*given, *computed))
         else:
-            pack(lane.pointers, 0, *map(data_ptr, buffers))
+            pack(lane.pointers, 0, *map(data_ptr, given), *map(data_ptr, computed))
             raw(lane.address, count, data_ptr(workspace), lane.backend_handle, -1)
-        return None
+        return computed
 
     return run
 
@@ -453,13 +477,11 @@ def _reloaded(graph: Any, index: int) -> Any:
     return loaded
 
 
-def _allocation(
-    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, index: int
-) -> Callable[[], torch.Tensor]:
+def _allocation(index: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Allocation:
     """Allocates one tensor, on the device that the plan is for."""
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if quick is not None and torch.cuda.device_count() == 1:
         # What inductor's generated code allocates with, on the current device; half the cost of torch.empty_strided.
-        return functools.partial(quick, tuple(shape), tuple(stride), dtype)
+        return functools.partial(quick, shape, stride, dtype)
     device = torch.device("cuda", index)
     return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .selection import Served
+from .selection import Served, recover_backward
 
 
 def route(served: Served) -> Any:
@@ -16,33 +16,46 @@ def route(served: Served) -> Any:
     It has an autograd function of its own: what it serves is then no argument, which would cost an attribute of the
     context, a gradient of None and 3 to 6 % of a tiny forward and backward.
     """
-    run_forward, run_backward, is_grad_enabled = served.forward, served.backward, torch.is_grad_enabled
+    plan: Any = served.plan
+    run_forward, run_backward, is_grad_enabled = plan.forward, plan.backward, torch.is_grad_enabled
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(
             ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
         ) -> torch.Tensor:
-            results: tuple[torch.Tensor, ...] = run_forward(query, key, value, attn_mask)
+            results = run_forward(query, key, value, attn_mask)
             ctx.save_for_backward(query, key, value, attn_mask, *results)
-            return results[0]
+            output: torch.Tensor = results[0]
+            return output
 
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             """Gradients of all four; autograd drops those that nobody needs."""
-            if not is_grad_enabled():
-                return run_backward(grad_output, *ctx.saved_tensors)
-            # create_graph=True. once_differentiable would look at grad_output alone, and let second derivatives
-            # through query, key and value vanish without a word.
-            inputs = [tensor for tensor in ctx.saved_tensors[:4] if tensor is not None and tensor.requires_grad]
-            once: Any = _Once.apply
-            with torch.no_grad():
-                grads = run_backward(grad_output, *ctx.saved_tensors)
-            return tuple(None if grad is None else once(grad, grad_output, *inputs) for grad in grads)
+            saved = ctx.saved_tensors
+            if is_grad_enabled():  # create_graph=True
+                with torch.no_grad():
+                    grads = Attention.backward(ctx, grad_output)
+                return _once(grads, grad_output, saved[:4])
+            try:
+                return run_backward(grad_output, *saved)
+            except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
+                return recover_backward(error, served, grad_output, saved[:4])
 
     # Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
     # call has failed before, for their tensors have no data_ptr() for the signature.
     return super(torch.autograd.Function, Attention).apply
+
+
+def _once(grads: Sequence[torch.Tensor | None], grad_output: torch.Tensor, saved: Sequence[torch.Tensor | None]) -> Any:
+    """`grads`, such that differentiating them raises.
+
+    once_differentiable would look at grad_output alone, and let second derivatives through query, key and value vanish
+    without a word.
+    """
+    inputs = [tensor for tensor in saved if tensor is not None and tensor.requires_grad]
+    apply: Any = _Once.apply
+    return tuple(None if grad is None else apply(grad, grad_output, *inputs) for grad in grads)
 
 
 class _Once(torch.autograd.Function):

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,21 +66,15 @@ class Selection:
     cause: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Served:
     """A plan at work for one problem: what a route runs."""
 
-    __slots__ = ("backend", "forward", "order", "plan", "problem", "target")
-
-    def __init__(self, backend: str, plan: Plan, problem: AttentionProblem, order: tuple[str, ...], target: Target):
-        self.backend, self.plan, self.problem, self.order, self.target = backend, plan, problem, order, target
-        self.forward: Any = getattr(plan, "forward", None)  # bound here: the hot path saves a look-up
-
-    def backward(self, grad_output: torch.Tensor, *saved: Any) -> tuple[torch.Tensor | None, ...]:
-        """The plan's backward; where it fails, the gradients by the next backend from query, key and value."""
-        try:
-            return cast(GraphPlan, self.plan).backward(grad_output, *saved)
-        except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
-            return tuple(_recover_backward(error, self, grad_output, saved[:4]))
+    backend: str
+    plan: Plan
+    problem: AttentionProblem
+    order: tuple[str, ...]
+    target: Target
 
 
 def select(
@@ -322,9 +316,9 @@ def _gradients(
         return (*grads, None)[:4]
 
 
-def _recover_backward(
+def recover_backward(
     error: Exception, served: Served, grad_output: torch.Tensor, tensors: _Tensors
-) -> Sequence[torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Record a backward that failed to run, and compute the gradients by the next backend.
 
     Raises:
@@ -347,7 +341,7 @@ def _recover_backward(
     selection = select(problem, rest, target, tensors, strict=False)
     if selection.served is None:
         raise error
-    return _gradients(selection.served.plan, problem, tensors, Progress(), grad_output)
+    return tuple(_gradients(selection.served.plan, problem, tensors, Progress(), grad_output))
 
 
 def _failed(
