@@ -6,8 +6,8 @@ went wrong as it is, and classifies an exception when asked. `sidestep.selection
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -42,11 +42,15 @@ class Progress:
         direction: of the graph being built or run.
         stage: the build step, or `execute`.
         on_build: called once for every graph whose construction begins.
+        graphs: the graphs of a plan that was built, serialized; a plan without them cannot be kept.
+        names: what the library calls them.
     """
 
     direction: Direction = "forward"
     stage: str = "start"
     on_build: Callable[[], None] = lambda: None
+    graphs: dict[str, bytes] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def begin(self, direction: Direction) -> None:
         """The construction of a graph begins."""
@@ -135,4 +139,16 @@ class Backend(Protocol):
         """What `error`, raised by this backend's build or plan, means for the configuration. Raises nothing.
 
         Out of memory, missing libraries and lost devices are found before this is asked.
+        """
+
+
+@runtime_checkable
+class LoadingBackend(Backend, Protocol):
+    """A backend whose plans can be kept: `build` leaves their graphs in `Progress.graphs`."""
+
+    def load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes]) -> Plan:
+        """The plan that was built for `problem` in this environment; for an absent GPU nothing is unpacked.
+
+        Raises:
+            Exception: the library's own. Whatever it is, the plan is built anew.
         """

@@ -13,7 +13,7 @@ import inspect
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,13 +82,38 @@ class CudnnBackend:
         import cudnn  # noqa: F401 - an ImportError belongs to this stage
 
         directions: list[Direction] = ["backward", "forward"] if problem.training else ["forward"]
-        graphs = {}
+        graphs: dict[str, Any] = {}
         for direction in directions:
             progress.begin(direction)
             graphs[direction] = _build(problem, direction, target, progress)
+        for direction in directions:
+            progress.direction, progress.stage = direction, "serialize"
+            graph = graphs[direction]
+            blob = _serialized(graph)
+            if blob:
+                progress.graphs[direction] = blob
+                progress.names[direction] = graph.get_plan_name_at_index(0)
+        if len(progress.graphs) < len(graphs):
+            progress.graphs.clear()
         if target.profile is not None:
             return AbsentPlan()
-        return CudnnPlan(problem, graphs["forward"], graphs.get("backward"), target.index)
+        if progress.graphs:
+            # As a later process will load it: the kernels are the same, and a call costs 3 us less (H200).
+            return self.load(problem, target, progress.graphs)
+        return CudnnPlan(problem, graphs, target.index)
+
+    def load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes]) -> Plan:
+        """See `LoadingBackend.load`."""
+        if target.profile is not None:
+            return AbsentPlan()
+        import cudnn
+
+        handle, loaded = _handle(target.index), {}
+        takes_bytes = bool(_as_bytes())
+        for direction, blob in graphs.items():
+            loaded[direction] = cudnn.pygraph(handle=handle)
+            loaded[direction].deserialize(handle, blob if takes_bytes else list(blob))
+        return CudnnPlan(problem, loaded, target.index)
 
     def verdict(self, error: Exception) -> Verdict:
         """A refusal is the frontend's own class, or a NOT_SUPPORTED status; without driver or NVRTC it is neither."""
@@ -147,6 +172,24 @@ def _build(problem: AttentionProblem, direction: Direction, target: Target, prog
         with _quiet():
             step()
     return graph
+
+
+def _serialized(graph: Any) -> bytes:
+    """The built graph as bytes; empty where the frontend has no form for it (engines of its own)."""
+    import cudnn
+
+    try:
+        return bytes(graph.serialize(**_as_bytes()))
+    except (cudnn.cudnnGraphNotSupportedError, NotImplementedError, RuntimeError):
+        return b""
+
+
+@functools.cache
+def _as_bytes() -> dict[str, bool]:
+    """What asks for bytes; without it, and before frontend 1.32, a serialized graph is a list of numbers."""
+    import cudnn
+
+    return {"as_bytes": True} if "as_bytes" in inspect.signature(cudnn.pygraph.serialize).parameters else {}
 
 
 @contextlib.contextmanager
@@ -333,7 +376,7 @@ class CudnnPlan:
     the caller's thread has just used comes from another core's cache (10 us of a tiny backward's 65 on an H200).
     """
 
-    def __init__(self, problem: AttentionProblem, forward: Any, backward: Any | None, index: int) -> None:
+    def __init__(self, problem: AttentionProblem, graphs: Mapping[str, Any], index: int) -> None:
         mask = problem.mask
         dtype = self._dtype = getattr(torch, problem.dtype)
         self._dropout = problem.dropout_p > 0
@@ -345,14 +388,14 @@ class CudnnPlan:
         results = {OUT: self._new_output}
         if problem.training:
             results[STATS] = new(*_stats(problem), torch.float32)
-        self._forward = _runner(forward, [Q, K, V, *optional], results, index)
-        if backward is not None:
+        self._forward = _runner(graphs["forward"], [Q, K, V, *optional], results, index)
+        if problem.training:
             inputs = (problem.query, problem.key, problem.value)
             grads = {uid: new(t.shape, t.dense(), dtype) for uid, t in zip((DQ, DK, DV), inputs, strict=True)}
             if mask is not None and mask.requires_grad:
                 grads[DBIAS] = new(mask.shape, mask.dense(), dtype)
             self._no_more = () if DBIAS in grads else (None,)
-            self._backward = _runner(backward, [Q, K, V, *optional, OUT, STATS, DO], grads, index)
+            self._backward = _runner(graphs["backward"], [Q, K, V, *optional, OUT, STATS, DO], grads, index)
 
     def infer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
@@ -412,7 +455,6 @@ def _runner(
         results: uids of what it computes, and how to allocate each; all uids together ascend.
         index: of the device.
     """
-    graph = _reloaded(graph, index)
     uids = (*inputs, *results)
     raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, uids)
     count, allocations = len(uids), tuple(results.values())
@@ -466,15 +508,6 @@ def _entry_point(graph: Any, uids: tuple[int, ...]) -> Callable[[Any, torch.Tens
     if "tensor_uids" in inspect.signature(execute).parameters:  # since frontend 1.31
         return lambda handle, workspace, buffers: execute(buffers, workspace, handle, tensor_uids=uids)
     return lambda handle, workspace, buffers: execute(dict(zip(uids, buffers, strict=True)), workspace, handle=handle)
-
-
-def _reloaded(graph: Any, index: int) -> Any:
-    """The plan as a later process will load it: it runs the same kernels, and costs 3 us less to call (H200)."""
-    import cudnn
-
-    loaded = cudnn.pygraph(handle=_handle(index))
-    loaded.deserialize(_handle(index), graph.serialize())
-    return loaded
 
 
 def _allocation(index: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Allocation:

@@ -1,11 +1,13 @@
-"""Where failures are kept: bytes in, bytes out; nothing here knows of attention.
+"""Where failures and built plans are kept: bytes in, bytes out; nothing here knows of attention.
 
 The folder, 0700 and ours::
 
     <directory>/
         README.md  CACHEDIR.TAG  .gitignore
         failures/cache.db     FailureRecords, a diskcache folder; never evicted
+        plans/cache.db        PlanRecords, another one; the oldest make room
         intents/<sha256>      one small file per build that is running, or that killed its process
+        locks/<3 digits>      held by the process that builds
 
 Promises: slow or absent, never harmful. No pickle is read or written. Damage is a miss. A folder that cannot be used
 costs one warning, and the process keeps its records in memory.
@@ -15,7 +17,18 @@ from .folder import cache_folder
 from .intents import Crash, Intents
 from .layers import Layered
 from .memory_store import MemoryStore
-from .records import DamagedRecordError, FailureRecord, Kind, failure_key, frame, record_id, unframe
+from .records import (
+    DamagedRecordError,
+    FailureRecord,
+    Kind,
+    PlanRecord,
+    failure_key,
+    frame,
+    plan_key,
+    record_id,
+    unframe,
+)
+from .single_flight import single_flight
 from .store import RefusedError, Store, StoreError, find_by_id, open_store
 
 __all__ = [
@@ -26,6 +39,7 @@ __all__ = [
     "Kind",
     "Layered",
     "MemoryStore",
+    "PlanRecord",
     "RefusedError",
     "Store",
     "StoreError",
@@ -34,6 +48,8 @@ __all__ = [
     "find_by_id",
     "frame",
     "open_store",
+    "plan_key",
     "record_id",
+    "single_flight",
     "unframe",
 ]

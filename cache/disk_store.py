@@ -141,12 +141,15 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
         OSError, sqlite3.Error, RefusedError: The database cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:  # the base's would read and write the Settings table
+    def __init__(
+        self, folder: Path, all_in_rows: bool = False
+    ) -> None:  # the base's would read and write the Settings table
         self._directory = str(folder)
         self._timeout = _TIMEOUT
         self._local = threading.local()
         self._txn_id = None
-        self._disk = BytesDisk(self._directory, min_file_size=_SETTINGS["disk_min_file_size"])
+        smallest_file = 2**31 if all_in_rows else _SETTINGS["disk_min_file_size"]  # SQLite's rows end at 1e9 bytes
+        self._disk = BytesDisk(self._directory, min_file_size=smallest_file)
         for name, value in _SETTINGS.items():
             setattr(self, name, value)
         if not os.path.lexists(folder / DBNAME):
@@ -161,6 +164,20 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
             raise RefusedError(f"{DBNAME} is not a diskcache database")
         if foreign := found - _schema()[1]:
             raise RefusedError(f"{DBNAME} contains what diskcache did not write: {sorted(map(repr, foreign))[0]:.200}")
+
+    def shrink(self, max_bytes: int) -> None:
+        """Delete the oldest rows, but never the newest, until the pages in use are few enough. In a transaction."""
+        for _ in range(_PAGE):
+            (pages,) = self._con.execute(
+                "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
+            ).fetchone()
+            (size,) = self._con.execute("PRAGMA page_size").fetchone()
+            if pages * size <= max_bytes:
+                return
+            rows = self._con.execute("SELECT key FROM Cache ORDER BY rowid LIMIT 2").fetchall()
+            if len(rows) < 2:
+                return
+            self.delete(rows[0][0])
 
     @staticmethod
     def _create(folder: Path) -> None:
@@ -216,11 +233,17 @@ class DiskStore:
     """Records in ``directory/name``, opened at the first use, in each process and thread for itself.
 
     Every method but `close` raises StoreError when the folder or the database cannot be used.
+
+    Args:
+        directory: The cache folder.
+        name: Of the folder in it.
+        max_bytes: What the database may hold; the records set longest ago make room. None: no limit.
     """
 
-    def __init__(self, directory: Path, name: str = "failures") -> None:
+    def __init__(self, directory: Path, name: str = "failures", max_bytes: int | None = None) -> None:
         self._directory = directory.absolute()
         self._name = name
+        self._max_bytes = max_bytes
         self._opened: tuple[int, _Cache] | None = None
 
     def get(self, key: str) -> bytes | None:
@@ -240,6 +263,8 @@ class DiskStore:
             # An updated row would keep its place; a new one is the last by rowid, which makes "newest first" cheap.
             cache.delete(key)
             cache.set(key, value)
+            if self._max_bytes is not None:
+                cache.shrink(self._max_bytes)
 
     def delete(self, key: str) -> bool:
         """Delete the value; return whether there was one."""
@@ -279,7 +304,8 @@ class DiskStore:
             if self._opened is None:
                 folder = cache_folder(self._directory, self._name)
                 refuse_network(folder)
-                self._opened = os.getpid(), _Cache(folder)
+                # A bound is kept by counting pages, so nothing may lie beside them.
+                self._opened = os.getpid(), _Cache(folder, all_in_rows=self._max_bytes is not None)
             yield self._opened[1]
         except (OSError, sqlite3.Error, diskcache.Timeout, OverflowError, RefusedError) as error:
             # diskcache leaves a transaction open when its COMMIT fails: closing ends it, so that others need not wait.

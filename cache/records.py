@@ -1,7 +1,8 @@
-"""What is kept of a failure, and its form in bytes.
+"""What is kept of a failure and of a built plan, and its form in bytes.
 
 A stored value is framed: one line of JSON, ``{"schema": 1, "sha256": "..."}``, a newline, the payload. Whatever does
-not match its header is damaged, and damage is a miss.
+not match its header is damaged, and damage is a miss. A failure's payload is JSON; a plan's is one line of JSON, a
+newline, and its graphs, one behind the other, compressed by zlib.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,6 +22,8 @@ Origin = Literal["local", "offline"]
 
 SCHEMA = 1
 DAY = 86400.0
+# Of a plan's graphs, in all: one has some 100 kB, and what claims to be larger is not unpacked.
+_LARGEST_PLAN = 2**26
 # A refusal is asked again after 30 days; a bug, which a new version may have fixed unseen, after 1 day, doubling to 30.
 _LONGEST_RETRY_DAYS = 30
 
@@ -56,6 +61,11 @@ def unframe(data: bytes) -> bytes:
 def failure_key(environment_digest: str, backend: str, problem_digest: str) -> str:
     """Return the key of a failure: ``failure/<environment>/<backend>/<problem>``."""
     return f"failure/{environment_digest}/{backend}/{problem_digest}"
+
+
+def plan_key(environment_digest: str, backend: str, problem_digest: str) -> str:
+    """Return the key of a built plan: ``plan/<environment>/<backend>/<problem>``."""
+    return f"plan/{environment_digest}/{backend}/{problem_digest}"
 
 
 def record_id(key: str) -> str:
@@ -142,13 +152,7 @@ class FailureRecord:
         Raises:
             ValueError: Naming the field that is missing, unknown, or of another type.
         """
-        if not isinstance(data, dict):
-            raise ValueError(f"a failure record is a JSON object, not {type(data).__name__}")
-        if odd := sorted(_CHECKS.keys() ^ data.keys(), key=str):
-            raise ValueError(f"failure record: field {odd[0]!r} is {'missing' if odd[0] in _CHECKS else 'unknown'}")
-        for name, (expected, accepts) in _CHECKS.items():
-            if not accepts(data[name]):
-                raise ValueError(f"failure record: field {name!r} must be {expected}, got {data[name]!r:.100}")
+        _check("failure record", data, _CHECKS)
         return cls(**{**data, **{name: float(data[name]) for name in ("first_time", "last_time", "duration")}})
 
     def to_bytes(self) -> bytes:
@@ -170,6 +174,84 @@ class FailureRecord:
             raise DamagedRecordError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class PlanRecord:
+    """One backend's built graphs for one problem in one environment.
+
+    Attributes:
+        key: `plan_key(...)`.
+        backend: Name of the backend.
+        names: What the library calls the plan of each direction.
+        problem: The attention problem, JSON.
+        environment: The manifest that the key's environment digest stands for, JSON.
+        time: Unix time of the build, seconds.
+        seconds: How long it took.
+        built_on: "offline" when built for a GPU that was not there.
+        graphs: The serialized graph of each direction.
+    """
+
+    key: str
+    backend: str
+    names: dict[str, str]
+    problem: dict[str, Any]
+    environment: dict[str, Any]
+    time: float
+    seconds: float
+    built_on: Origin
+    graphs: Mapping[str, bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the graphs, not compressed."""
+        return sum(map(len, self.graphs.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but the graphs, of which the sizes are given."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "graphs": {name: len(graph) for name, graph in self.graphs.items()}}
+
+    def to_bytes(self) -> bytes:
+        """Return the framed form of the record."""
+        # The order of the graphs is that of their sizes in the header.
+        header = json.dumps(self.to_json()).encode()
+        return frame(header + b"\n" + zlib.compress(b"".join(self.graphs.values()), 1))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PlanRecord:
+        """Return the record of `to_bytes`.
+
+        Raises:
+            DamagedRecordError: For any damage.
+        """
+        line, _, packed = unframe(data).partition(b"\n")
+        try:
+            header = json.loads(line)
+            _check("plan record", header, _PLAN_CHECKS)
+            sizes = header["graphs"]
+            unpacker = zlib.decompressobj()
+            whole = unpacker.decompress(packed, sum(sizes.values()) + 1)
+        except (ValueError, RecursionError, zlib.error) as error:
+            raise DamagedRecordError(str(error)) from error
+        if len(whole) != sum(sizes.values()) or not unpacker.eof or unpacker.unused_data:
+            raise DamagedRecordError("plan record: the graphs have not the sizes that the header names")
+        graphs, start = {}, 0
+        for name, size in sizes.items():
+            graphs[name] = whole[start : start + size]
+            start += size
+        return cls(**{**header, "graphs": graphs})
+
+
+def _check(what: str, data: object, checks: Mapping[str, tuple[str, Callable[[Any], bool]]]) -> None:
+    """Raise ValueError naming the field of `data` that is missing, unknown, or of another type."""
+    if not isinstance(data, dict):
+        raise ValueError(f"a {what} is a JSON object, not {type(data).__name__}")
+    if odd := sorted(checks.keys() ^ data.keys(), key=str):
+        raise ValueError(f"{what}: field {odd[0]!r} is {'missing' if odd[0] in checks else 'unknown'}")
+    for name, (expected, accepts) in checks.items():
+        if not accepts(data[name]):
+            raise ValueError(f"{what}: field {name!r} must be {expected}, got {data[name]!r:.100}")
+
+
 def _text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -182,7 +264,18 @@ def _object(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-_CHECKS = {
+def _texts(value: object) -> bool:
+    return _object(value) and all(map(_text, value.values()))  # type: ignore[attr-defined]
+
+
+def _sizes(value: object) -> bool:
+    if not _object(value):
+        return False
+    sizes = list(value.values())  # type: ignore[attr-defined]
+    return all(type(size) is int and size > 0 for size in sizes) and 0 < sum(sizes) <= _LARGEST_PLAN
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "key": ("text", _text),
     "kind": (f"one of {get_args(Kind)}", get_args(Kind).__contains__),
     "backend": ("text", _text),
@@ -198,4 +291,11 @@ _CHECKS = {
     "count": ("a whole number of at least 1", lambda value: type(value) is int and value >= 1),
     "duration": ("a finite number of seconds", _seconds),
     "built_on": (f"one of {get_args(Origin)}", get_args(Origin).__contains__),
+}
+_PLAN_CHECKS = {
+    **{name: _CHECKS[name] for name in ("key", "backend", "problem", "environment", "built_on")},
+    "names": ("a JSON object of texts", _texts),
+    "time": _CHECKS["last_time"],
+    "seconds": _CHECKS["duration"],
+    "graphs": (f"a JSON object of sizes, {_LARGEST_PLAN} bytes at most", _sizes),
 }

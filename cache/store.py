@@ -61,12 +61,14 @@ def find_by_id(store: Store, id_prefix: str) -> list[str]:
     return [key for key in keys if record_id(key).startswith(id_prefix)]
 
 
-def open_store(kind: str, directory: Path | None) -> Store:
+def open_store(kind: str, directory: Path | None, name: str = "failures", max_bytes: int | None = None) -> Store:
     """Return the store that a setting names. Nothing is opened or created before its first use.
 
     Args:
         kind: "off", kept in this process only; or "disk", kept in `directory`.
         directory: The cache folder; "off" does not use it.
+        name: Of the folder in it.
+        max_bytes: What it may hold on disk; the oldest make room. None: no limit.
 
     Raises:
         ValueError: `kind` is neither, or "disk" comes without a directory.
@@ -83,4 +85,4 @@ def open_store(kind: str, directory: Path | None) -> Store:
     from .disk_store import DiskStore
     from .layers import Layered
 
-    return Layered(MemoryStore(_MEMORY_BYTES), DiskStore(directory))
+    return Layered(MemoryStore(_MEMORY_BYTES), DiskStore(directory, name, max_bytes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from . import failures, settings
+from . import settings, stores
 from .events import counters
 
 
@@ -23,13 +23,14 @@ def configure(**values: Any) -> None:
     """Change settings for this process, and drop every route and plan.
 
     Args:
-        **values: backends (names, in order), cache ('disk' or 'off'), cache_dir, strict.
+        **values: backends (names, in order), cache ('disk' or 'off'), cache_dir, plan_bytes,
+            build ('always' or 'never'), strict.
 
     Raises:
         SettingError: an unknown name or a value that cannot be used.
     """
     settings.change(values)
-    failures.reset()
+    stores.reset()
     selection = sys.modules.get(f"{__package__}.selection")
     if selection is not None:  # otherwise there is nothing to drop, and torch need not be imported for it
         selection.forget_plans()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from . import __version__, api
+from . import __version__, api, stores
 from . import failures as records
 from . import settings as settings_table
 from .cache import FailureRecord, Kind
@@ -669,7 +669,7 @@ def _fail(error: ChildError) -> None:
 
 
 def _require_cache() -> None:
-    if not records.usable():
+    if not stores.usable("failures"):
         raise click.ClickException(f"the cache in {settings_table.get().directory()} cannot be used")
 
 

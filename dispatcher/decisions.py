@@ -6,19 +6,26 @@ The same values serve the error of a call that nobody could serve, `explain`, th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The backend serves the problem."""
+    """The backend serves the problem.
+
+    Attributes:
+        backend: its name.
+        plan: where the plan comes from: `built`, `loaded` from the cache, `in memory`, or `built, not kept` where it
+            cannot be serialized; empty where there is nothing to build.
+    """
 
     backend: str
+    plan: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """One line, without the backend's name."""
-        return "serves the call"
+        return f"serves the call (plan {self.plan})" if self.plan else "serves the call"
 
 
 @dataclass(frozen=True)

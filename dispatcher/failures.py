@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import settings
-from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Kind, Layered, Store, find_by_id, open_store
+from . import stores
+from .cache import Crash, DamagedRecordError, FailureRecord, Intents, Kind, Store, find_by_id
 from .events import logger, once
 
 if TYPE_CHECKING:
     from .problem import AttentionProblem
 
-_lock = threading.Lock()
-_store: Store | None = None
-
 
 def store() -> Store:
-    """The store that the settings name, opened at first use."""
-    global _store
-    with _lock:
-        if _store is None:
-            chosen = settings.get()
-            _store = open_store(chosen.cache, chosen.directory() if chosen.cache == "disk" else None)
-        return _store
-
-
-def reset() -> None:
-    """Close the store; the next use opens the one that the settings name then."""
-    global _store
-    with _lock:
-        if _store is not None:
-            _store.close()
-        _store = None
-
-
-def usable() -> bool:
-    """Whether records really outlive this process, as far as the store has been used; what is wrong was logged."""
-    opened = store()
-    return not isinstance(opened, Layered) or opened.usable
+    """Where the records are."""
+    return stores.get("failures")
 
 
 def _intents() -> Intents:
-    chosen = settings.get()
-    return Intents(chosen.directory() if chosen.cache == "disk" else None)
+    return Intents(stores.folder())
 
 
 def _read(key: str) -> FailureRecord | None:
@@ -65,18 +40,9 @@ def _read(key: str) -> FailureRecord | None:
 def remembered(key: str, problem: AttentionProblem, manifest: Mapping[str, Any]) -> FailureRecord | None:
     """The record under `key` that is valid now and really speaks of this problem and environment; else None."""
     record = _read(key)
-    if record is None or record.environment != dict(manifest) or _differs(record.problem, problem):
+    if record is None or record.environment != dict(manifest) or not problem.is_written(record.problem):
         return None
     return record if record.is_valid(time.time()) else None
-
-
-def _differs(kept: Mapping[str, Any], problem: AttentionProblem) -> bool:
-    from .problem import AttentionProblem
-
-    try:
-        return AttentionProblem.from_json(kept) != problem
-    except ValueError:
-        return True
 
 
 def keep(record: FailureRecord) -> None:
@@ -121,6 +87,11 @@ def note(
     )
     keep(record)
     return record
+
+
+def clear_crash(key: str) -> None:
+    """Forget what `crash` would show."""
+    _intents().clear(key)
 
 
 def crash(key: str) -> Crash | None:

@@ -168,6 +168,13 @@ class AttentionProblem:
             values[name] = float(number)
         return cls(**values)
 
+    def is_written(self, data: Mapping[str, Any]) -> bool:
+        """Whether `data`, JSON that anybody may have written, stands for this problem."""
+        try:
+            return AttentionProblem.from_json(data) == self
+        except ValueError:
+            return False
+
     def digest(self) -> str:
         """32 hex digits that name the problem in keys."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))

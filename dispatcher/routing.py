@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
-from . import autograd, guards, selection, settings
+from . import autograd, guards, plans, selection, settings
 from .backends import registry
 from .backends.base import GraphPlan, Plan, Target
 from .errors import InvalidCallError
@@ -27,6 +27,10 @@ def miss(
     Raises:
         InvalidCallError, NoBackendError, ValueError: as `scaled_dot_product_attention` says.
     """
+    refusing = plans.refused_here()
+    if refusing and (known := selection.refusing_routes.get(signature)):
+        counters.hits += 1
+        return known.route(*call[:4])
     counters.misses += 1
     decided = selection.generation
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
@@ -36,7 +40,7 @@ def miss(
         aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
         plain = call.attn_mask is None and aligned and autocast_dtype(call.query) is None
         check = guards.like(*call[:3]) if plain else guards.never
-        selection.install(signature, Entry(route, flags, check, plan), decided)
+        selection.install(signature, Entry(route, flags, check, plan), decided, refusing)
     return route(*call[:4])
 
 

@@ -7,21 +7,21 @@ it, a valid record says that it fails, it fails now (recorded, with the full tra
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import environment, failures, guards, settings
+from . import environment, failures, guards, plans, settings, stores
 from .backends import registry
-from .backends.base import Backend, GraphPlan, Plan, Progress, Target
-from .cache import FailureRecord, failure_key
+from .backends.base import Backend, GraphPlan, LoadingBackend, Plan, Progress, Target, Verdict
+from .cache import FailureRecord, Kind, PlanRecord, failure_key, plan_key, single_flight
 from .decisions import Chosen, Decision, Failed, Rejected, Remembered, Untried, describe
 from .errors import DeviceLostError, NoBackendError, SidestepError
 from .events import counters, logger, once, subscribers
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _Tensors = Sequence["torch.Tensor | None"]
 
-# Plans whose first run succeeded, the latest selected last. A plan holds a compiled graph (about 100 kB on disk).
-MAX_PLANS = 1024
-_plans: dict[tuple[str, AttentionProblem, Target], Plan] = {}
-_EVICTED_AT_MOST = 256  # plans that may wait for the collector
-_evicted = 0
+_memory = plans.Memory()
+# What loading costs (5 ms a graph): a plan that is built as quickly is not worth a place in the cache.
+_WORTH_KEEPING_S = 0.01
+# A builder that takes longer than the slowest build seen (4 s, two cold kernels on a slow core) is not waited for.
+_LONGEST_WAIT_S = 30.0
 _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
 _lock = threading.RLock()
 
@@ -77,6 +77,46 @@ class Served:
     target: Target
 
 
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """One backend, asked about one problem on one device."""
+
+    backend: Backend
+    problem: AttentionProblem
+    target: Target
+
+    @functools.cached_property
+    def manifest(self) -> environment.Manifest | None:
+        """What records and plans are valid for; without it nothing is kept and nothing remembered."""
+        return environment.manifest(self.backend, self.problem.device, self.target)
+
+    @functools.cached_property
+    def key(self) -> str | None:
+        """Of the failure."""
+        if self.manifest is None:
+            return None
+        return failure_key(environment.digest(self.manifest), self.backend.name, self._digest)
+
+    @functools.cached_property
+    def plan_key(self) -> str | None:
+        """Of the plan, where the backend's plans can be kept."""
+        if self.manifest is None or not isinstance(self.backend, LoadingBackend):
+            return None
+        return plan_key(environment.digest(self.manifest), self.backend.name, self._digest)
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return self.problem.digest()
+
+
+class _Made(NamedTuple):
+    """A plan that ran, its size in bytes, and where it comes from."""
+
+    plan: Plan
+    size: int
+    origin: str
+
+
 def select(
     problem: AttentionProblem,
     order: tuple[str, ...],
@@ -112,51 +152,44 @@ def _select(
     settled = True
     cause: Exception | None = None
     error: Exception | None = None
-    attempt: Plan | tuple[Failed, Exception] | None = None
+    attempt: _Made | tuple[Decision, Exception | None] | None = None
     capturing = problem.device == "cuda" and target.profile is None and torch.cuda.is_current_stream_capturing()
     for name in order:
-        backend = registry.get(name)
-        plan = _plans.pop((name, problem, target), None)
-        proven = plan is not None or not capturing  # during a capture nothing is run to see whether it can
-        if plan is None:
-            if (known := _known(backend, problem, target)) is not None:
+        case = _Case(registry.get(name), problem, target)
+        proven = not capturing  # during a capture nothing is run to see whether it can
+        if kept := _memory.take(name, problem, target):
+            made, proven = _Made(*kept, "in memory" if case.backend.builds else ""), True
+        else:
+            if (known := _known(case)) is not None:
                 counters.skipped_known_bad += isinstance(known, Remembered)
                 decisions.append(known)
                 continue
-            if capturing and backend.builds:
+            if capturing and case.backend.builds:
+                plans.want(problem)
                 settled = False
                 decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
                 continue
-            attempt = _attempt(backend, problem, target, None if capturing else tensors, strict)
-            if isinstance(attempt, tuple):
-                failed, error = attempt
+            attempt = _attempt(case, None if capturing else tensors, strict)
+            if not isinstance(attempt, _Made):
+                decision, error = attempt
                 # Memory is what a caller can do something about, so that error is the one to raise at the end.
                 cause = cause if isinstance(cause, torch.OutOfMemoryError) else error
-                settled = settled and (failed.kind != "transient" or name in _unusable)
-                decisions.append(failed)
+                if isinstance(decision, Failed):
+                    settled = settled and (decision.kind != "transient" or name in _unusable)
+                decisions.append(decision)
                 continue
-            plan = attempt
+            made = attempt
         if proven:
-            _remember_plan((name, problem, target), plan)
+            for evicted in _memory.put(name, problem, target, made.plan, made.size):
+                _drop_routes(evicted)
         else:
             settled = False
-        decisions.append(Chosen(name))
+        decisions.append(Chosen(name, made.origin))
         counters.fallbacks += len(decisions) > 1
         # An exception's traceback holds this frame, and this frame must not hold it: the call's tensors would stay.
         cause = error = attempt = None
-        return Selection(tuple(decisions), Served(name, plan, problem, order, target), settled)
+        return Selection(tuple(decisions), Served(name, made.plan, problem, order, target), settled)
     return Selection(tuple(decisions), None, settled, cause)
-
-
-def _remember_plan(key: tuple[str, AttentionProblem, Target], plan: Plan) -> None:
-    """Keep a plan as the latest; the one not selected for longest goes, with its routes, when there are too many."""
-    global _evicted
-    _plans[key] = plan
-    while len(_plans) > MAX_PLANS:
-        _drop_routes(_plans.pop(next(iter(_plans))))
-        _evicted += 1
-        if _evicted % _EVICTED_AT_MOST == 0:
-            gc.collect()  # a route's autograd function is a class, which only the collector frees, and its plan with it
 
 
 def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:
@@ -174,8 +207,8 @@ def no_backend(problem: AttentionProblem, selection: Selection) -> Exception:
 
 def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -> tuple[Decision, ...]:
     """What a call would meet, by rules and records alone; nothing is built or run."""
-    backends = map(registry.get, order)
-    return tuple(_known(backend, problem, target) or Untried(backend.name) for backend in backends)
+    cases = (_Case(registry.get(name), problem, target) for name in order)
+    return tuple(_known(case) or Untried(case.backend.name) for case in cases)
 
 
 def forget_plans() -> None:
@@ -184,74 +217,147 @@ def forget_plans() -> None:
     with _lock:
         generation += 1
         _drop_routes()
-        _plans.clear()
+        _memory.clear()
         _unusable.clear()
 
 
-def _known(backend: Backend, problem: AttentionProblem, target: Target) -> Decision | None:
+def _known(case: _Case) -> Decision | None:
     """What rules and records say, or None when only an attempt can tell."""
-    if reasons := backend.rejects(problem):
-        return Rejected(backend.name, reasons)
-    if backend.name in _unusable:
-        return _unusable[backend.name]
-    manifest = environment.manifest(backend, problem.device, target)
+    if reasons := case.backend.rejects(case.problem):
+        return Rejected(case.backend.name, reasons)
+    return _unusable.get(case.backend.name) or _remembered(case)
+
+
+def _remembered(case: _Case) -> Remembered | None:
     record = None
-    if manifest is not None:
-        key = _key(backend, problem, manifest)
-        record = failures.remembered(key, problem, manifest) or _crashed(key, backend, problem, target, manifest)
+    if case.key is not None and case.manifest is not None:
+        record = failures.remembered(case.key, case.problem, case.manifest) or _crashed(case)
     if record is None or (record.kind == "error" and settings.get().strict):
         return None  # under SIDESTEP_STRICT=1 a bug is met again, not remembered
-    return Remembered(backend.name, record.id, record.kind, _summary(record.exception_type, record.exception_text))
+    text = _summary(record.exception_type, record.exception_text)
+    return Remembered(case.backend.name, record.id, record.kind, text)
 
 
-def _crashed(
-    key: str, backend: Backend, problem: AttentionProblem, target: Target, manifest: environment.Manifest
-) -> FailureRecord | None:
+def _crashed(case: _Case) -> FailureRecord | None:
     """The record of a build that took an earlier process along, made from the intent that it left behind."""
-    crash = failures.crash(key) if backend.builds else None
+    crash = failures.crash(case.key) if case.key and case.backend.builds else None
     if crash is None:
         return None
     first = crash.dump.strip().splitlines()[0] if crash.dump.strip() else f"{crash.count} builds ended their process"
+    progress = Progress("backward" if case.problem.training else "forward", "build")
+    return _note(case, "crash", progress, ("ProcessDied", first, crash.dump or first), 0.0, crash.time)
+
+
+def _note(
+    case: _Case,
+    kind: Kind,
+    progress: Progress,
+    exception: tuple[str, str, str],
+    duration: float,
+    at: float | None = None,
+) -> FailureRecord | None:
+    """Record a failure, where the environment can be read."""
+    if case.key is None or case.manifest is None:
+        return None
     return failures.note(
-        key,
-        "crash",
-        backend.name,
-        problem,
-        manifest,
-        direction="backward" if problem.training else "forward",
-        stage="build",
-        exception=("ProcessDied", first, crash.dump or first),
-        duration=0.0,
-        built_on=target.built_on,
-        at=crash.time,
+        case.key,
+        kind,
+        case.backend.name,
+        case.problem,
+        case.manifest,
+        direction=progress.direction,
+        stage=progress.stage,
+        exception=exception,
+        duration=duration,
+        built_on=case.target.built_on,
+        at=at,
     )
 
 
-def _key(backend: Backend, problem: AttentionProblem, manifest: environment.Manifest) -> str:
-    return failure_key(environment.digest(manifest), backend.name, problem.digest())
-
-
-def _attempt(
-    backend: Backend, problem: AttentionProblem, target: Target, tensors: _Tensors | None, strict: bool
-) -> Plan | tuple[Failed, Exception]:
-    """Build, and run once; a failure is classified, recorded and returned, or raised where that is asked for."""
+def _attempt(case: _Case, tensors: _Tensors | None, strict: bool) -> _Made | tuple[Decision, Exception | None]:
+    """Load or build, and run once; a failure is classified, recorded and returned, or raised where asked for."""
     progress = Progress(on_build=_count_build)
-    manifest = environment.manifest(backend, problem.device, target)
-    key = _key(backend, problem, manifest) if manifest else None
     started = time.perf_counter()
     try:
-        with failures.intent(key if backend.builds else None):
-            plan = backend.build(problem, target, progress)
-            if tensors is not None:
-                _first_run(plan, problem, target, tensors, progress)
-        return plan
+        if made := _load(case, tensors, progress):
+            return made
+        if case.backend.builds and not plans.may_build():
+            plans.want(case.problem)
+            return Rejected(case.backend.name, (_NO_BUILDS,)), None
+        if case.plan_key is None:
+            return _build(case, tensors, progress)
+        with single_flight(stores.folder(), case.plan_key, _LONGEST_WAIT_S):
+            # Another process may just have built it, or found out that it cannot be built.
+            if found := _load(case, tensors, progress) or _remembered(case):
+                return found if isinstance(found, _Made) else (found, None)
+            started = time.perf_counter()
+            return _build(case, tensors, progress)
     except SidestepError:
         raise  # ours, and about something else: a call within the call, a lost device
     except Exception as error:
-        failed = _failed(error, backend, problem, target, progress, manifest, time.perf_counter() - started)
+        failed = _failed(error, case, progress, time.perf_counter() - started)
         if failed.kind == "error" and (strict or settings.get().strict):
             raise
         return failed, error
+
+
+_NO_BUILDS = "nothing may be built now (SIDESTEP_BUILD=never, refuse_builds()); see sidestep warmup --wanted"
+
+
+def _load(case: _Case, tensors: _Tensors | None, progress: Progress) -> _Made | None:
+    """The plan from the store, after a first run; None where there is none, or it is of no use and was dropped."""
+    key, backend = case.plan_key, case.backend
+    if key is None or case.manifest is None or not isinstance(backend, LoadingBackend):
+        return None
+    record = plans.find(key, case.problem, case.manifest)
+    if record is None:
+        return None
+    if failures.crash(key):
+        failures.clear_crash(key)
+        plans.not_loaded(key, RuntimeError("loading it ended a process"))
+        return None
+    progress.stage = "load"
+    try:
+        with failures.intent(key):
+            plan = backend.load(case.problem, case.target, record.graphs)
+            if tensors is not None:
+                _first_run(plan, case.problem, case.target, tensors, progress)
+    except SidestepError:
+        raise
+    except Exception as error:
+        if _verdict(error, case) == "transient":
+            raise
+        plans.not_loaded(key, error)
+        return None
+    counters.loads += 1
+    return _Made(plan, record.size, "loaded")
+
+
+def _build(case: _Case, tensors: _Tensors | None, progress: Progress) -> _Made:
+    """A plan that was built, ran, and is kept where that pays."""
+    started = time.perf_counter()
+    with failures.intent(case.key if case.backend.builds else None):
+        plan = case.backend.build(case.problem, case.target, progress)
+        seconds = time.perf_counter() - started
+        if tensors is not None:
+            _first_run(plan, case.problem, case.target, tensors, progress)
+    graphs = progress.graphs
+    if not case.backend.builds or not graphs or case.plan_key is None or case.manifest is None:
+        return _Made(plan, 0, "built, not kept" if case.backend.builds else "")
+    record = PlanRecord(
+        key=case.plan_key,
+        backend=case.backend.name,
+        names=progress.names,
+        problem=case.problem.to_json(),
+        environment=dict(case.manifest),
+        time=time.time(),
+        seconds=seconds,
+        built_on=case.target.built_on,
+        graphs=graphs,
+    )
+    if seconds > _WORTH_KEEPING_S:
+        plans.keep(record)
+    return _Made(plan, record.size, "built")
 
 
 def _count_build() -> None:
@@ -326,13 +432,12 @@ def recover_backward(
             says nothing of the configuration (out of memory), or no other backend serves.
     """
     problem, target = served.problem, served.target
-    backend = registry.get(served.backend)
+    case = _Case(registry.get(served.backend), problem, target)
     with _lock:
-        manifest = environment.manifest(backend, problem.device, target)
         # How long it ran is not known: the hot path takes no time.
-        failed = _failed(error, backend, problem, target, Progress("backward", "execute"), manifest, 0.0)
+        failed = _failed(error, case, Progress("backward", "execute"), 0.0)
         if failed.kind != "transient":
-            _plans.pop((served.backend, problem, target), None)
+            _memory.take(served.backend, problem, target)
             _drop_routes(served.plan)
     rest = served.order[served.order.index(served.backend) + 1 :]
     wanted = failed.kind == "error" and settings.get().strict
@@ -344,58 +449,41 @@ def recover_backward(
     return tuple(_gradients(selection.served.plan, problem, tensors, Progress(), grad_output))
 
 
-def _failed(
-    error: Exception,
-    backend: Backend,
-    problem: AttentionProblem,
-    target: Target,
-    progress: Progress,
-    manifest: environment.Manifest | None,
-    duration: float,
-) -> Failed:
+def _failed(error: Exception, case: _Case, progress: Progress, duration: float) -> Failed:
     """Classify, record and log one failure."""
     counters.build_failures += 1
-    kind = _verdict(error, backend, problem, target)
+    name = case.backend.name
+    kind = _verdict(error, case)
     text = _summary(_name(error), str(error))
     if kind == "transient":
-        failed = Failed(backend.name, kind, text)
+        failed = Failed(name, kind, text)
         if isinstance(error, (ImportError, OSError)):
-            _unusable[backend.name] = failed
-        if once(f"transient {backend.name} {text}"):
-            logger.info("%s cannot serve now, nothing is kept of it: %s", backend.name, text)
+            _unusable[name] = failed
+        if once(f"transient {name} {text}"):
+            logger.info("%s cannot serve now, nothing is kept of it: %s", name, text)
         return failed
-    record_id = None
-    if manifest is not None:
-        record_id = failures.note(
-            _key(backend, problem, manifest),
-            kind,
-            backend.name,
-            problem,
-            manifest,
-            direction=progress.direction,
-            stage=progress.stage,
-            exception=(_name(error), str(error), "".join(traceback.format_exception(error))),
-            duration=duration,
-            built_on=target.built_on,
-        ).id
-    _log(backend, problem, progress, kind, text, error, record_id)
-    return Failed(backend.name, kind, text, record_id)
+    trace = "".join(traceback.format_exception(error))
+    record = _note(case, kind, progress, (_name(error), str(error), trace), duration)
+    record_id = None if record is None else record.id
+    _log(name, case.problem, progress, kind, text, error, record_id)
+    return Failed(name, kind, text, record_id)
 
 
-def _verdict(error: Exception, backend: Backend, problem: AttentionProblem, target: Target) -> Any:
+def _verdict(error: Exception, case: _Case) -> Verdict:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
         return "transient"
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
         return "transient"
-    if problem.device == "cuda" and target.profile is None and not torch.cuda.is_current_stream_capturing():
+    name, target = case.backend.name, case.target
+    if case.problem.device == "cuda" and target.profile is None and not torch.cuda.is_current_stream_capturing():
         lost = _lost(target.index)
         if lost is not None:
             raise DeviceLostError(
-                f"{backend.name} met a CUDA error that this process cannot survive while serving {problem}: {error}. "
-                f"Restart the process; `sidestep failures` keeps nothing of it. To go around {backend.name}, leave it "
+                f"{name} met a CUDA error that this process cannot survive while serving {case.problem}: {error}. "
+                f"Restart the process; `sidestep failures` keeps nothing of it. To go around {name}, leave it "
                 f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
             ) from error
-    return backend.verdict(error)
+    return case.backend.verdict(error)
 
 
 # torch's CPU allocator, the CUDA driver and run time, cuBLAS and cuDNN.
@@ -420,7 +508,7 @@ def _lost(index: int) -> RuntimeError | None:
 
 
 def _log(
-    backend: Backend,
+    name: str,
     problem: AttentionProblem,
     progress: Progress,
     kind: str,
@@ -429,17 +517,17 @@ def _log(
     record_id: str | None,
 ) -> None:
     """One line for each failure in a process: the id and the command that shows more; a bug is a warning."""
-    if not once(f"failure {backend.name} {problem.digest()}"):
+    if not once(f"failure {name} {problem.digest()}"):
         return
     more = f"sidestep failures show {record_id}" if record_id else "nothing could be kept: environment unreadable"
     if kind == "error":
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}:{frame.lineno}"
         message = "%s failed with a bug, %s, at %s (%s %s) on %s; the next backend is asked. %s"
-        logger.warning(message, backend.name, text, where, progress.direction, progress.stage, problem, more)
+        logger.warning(message, name, text, where, progress.direction, progress.stage, problem, more)
     else:
         message = "%s cannot serve %s (%s %s: %s); the next backend is asked. %s"
-        logger.info(message, backend.name, problem, progress.direction, progress.stage, text, more)
+        logger.info(message, name, problem, progress.direction, progress.stage, text, more)
 
 
 def _name(error: Exception) -> str:
@@ -488,24 +576,28 @@ latest = Latest()
 # Signature of a call -> what runs it. Filled on a miss, emptied when settings change.
 MAX_ROUTES = 16384
 routes: dict[tuple[Any, ...], Entry] = {}
+# The same for calls inside refuse_builds(), which may be answered by another backend than outside.
+refusing_routes: dict[tuple[Any, ...], Entry] = {}
 
 
 # Grows when settings change: a route that was decided under earlier ones is not installed any more.
 generation = 0
 
 
-def install(signature: tuple[Any, ...], entry: Entry, decided: int) -> None:
+def install(signature: tuple[Any, ...], entry: Entry, decided: int, refusing: bool) -> None:
     """Let later calls with `signature` run `entry`, unless settings changed since generation `decided`."""
+    chosen = refusing_routes if refusing else routes
     with _lock:
         if decided == generation:
-            routes[signature] = entry
-        while len(routes) > MAX_ROUTES:
-            del routes[next(iter(routes))]
+            chosen[signature] = entry
+        while len(chosen) > MAX_ROUTES:
+            del chosen[next(iter(chosen))]
 
 
 def _drop_routes(plan: Plan | None = None) -> None:
     """Drop the routes that run `plan`, or all."""
-    for signature in [signature for signature, entry in routes.items() if plan is None or entry.plan is plan]:
-        # A thread that has just looked it up may still make it the latest: no call is like it any more.
-        routes.pop(signature).flags = ()
+    for chosen in (routes, refusing_routes):
+        for signature in [signature for signature, entry in chosen.items() if plan is None or entry.plan is plan]:
+            # A thread that has just looked it up may still make it the latest: no call is like it any more.
+            chosen.pop(signature).flags = ()
     latest.entry = _NO_ENTRY

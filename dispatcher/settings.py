@@ -36,6 +36,18 @@ def _cache(text: str) -> str:
     return text
 
 
+def _bytes(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("expected a number of bytes")
+    return int(text)
+
+
+def _build(text: str) -> str:
+    if text not in ("always", "never"):
+        raise ValueError("expected 'always' or 'never'")
+    return text
+
+
 def _path(text: str) -> Path | None:
     return Path(text).expanduser().absolute() if text else None
 
@@ -57,6 +69,18 @@ class Settings:
     cache: str = _setting("disk", "SIDESTEP_CACHE", _cache, "'disk', or 'off' for memory only")
     cache_dir: Path | None = _setting(
         None, "SIDESTEP_CACHE_DIR", _path, "the folder of the disk cache; the user's cache folder when empty"
+    )
+    plan_bytes: int = _setting(
+        2**31,
+        "SIDESTEP_PLAN_BYTES",
+        _bytes,
+        "bytes of built plans on disk (a plan has some 30 kB for each direction); the oldest make room",
+    )
+    build: str = _setting(
+        "always",
+        "SIDESTEP_BUILD",
+        _build,
+        "'always', or 'never': what would have to be built goes to a backend that needs no build, as when serving",
     )
     strict: bool = _setting(
         False, "SIDESTEP_STRICT", _switch, "1 raises an exception of kind `error` instead of falling back"

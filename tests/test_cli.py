@@ -14,7 +14,7 @@ import click.testing
 import pytest
 
 import sidestep
-from sidestep import cli, failures
+from sidestep import cli, failures, stores
 from sidestep.cache import FailureRecord, failure_key
 from sidestep.problem import AttentionProblem, Layout
 
@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_used_is_1(tmp_path: Path, monkeypatch: pytest.Mo
     place.write_text("")
     sidestep.configure(cache_dir=place)
     for command in (["list"], ["show", "abc"], ["forget", "--all"]):
-        failures.reset()
+        stores.reset()
         result = run("failures", *command)
         assert (result.exit_code, result.stdout) == (1, "")
         assert f"the cache in {place} cannot be used" in result.stderr

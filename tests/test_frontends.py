@@ -92,7 +92,7 @@ profile = cudnn_offline.activate("h200") if MODE == "builds" else cudnn_offline.
 
 import cudnn
 import sidestep
-from sidestep import failures, selection
+from sidestep import failures, selection, stores
 from sidestep.backends import registry
 from sidestep.backends.base import Target
 from sidestep.problem import AttentionProblem, Layout, Mask, default_scale
@@ -124,7 +124,7 @@ problems = json.load(sys.stdin)
 first = {name: ask(changes) for name, changes in problems.items()}
 stats = sidestep.stats()
 selection.forget_plans()
-failures.reset()
+stores.reset()
 again = {name: ask(problems[name]) for name, result in first.items() if result["decision"] != "Chosen"}
 print(json.dumps({"version": cudnn.__version__, "file": cudnn.__file__, "first": first, "again": again, "stats": stats,
                   "nvrtc": [path.name for path in cudnn_offline._loaded_files("libnvrtc")]}))

@@ -22,7 +22,7 @@ from process import Counters, reload_settings
 from reference import assert_close, attention
 
 import sidestep
-from sidestep import events, failures, selection
+from sidestep import events, failures, plans, selection
 from sidestep.backends import registry
 from sidestep.backends.base import Progress, Target, Verdict
 from sidestep.cache import FailureRecord
@@ -304,19 +304,19 @@ def test_settings_that_cannot_be(values: Any, text: str) -> None:
 
 def test_routes_are_bounded(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> None:
     monkeypatch.setattr(selection, "MAX_ROUTES", 4)
-    monkeypatch.setattr(selection, "MAX_PLANS", 2)
+    monkeypatch.setattr(plans, "MAX_PLANS", 2)
     for _ in range(2):
         for size in range(1, 9):
             check(tensors(size=size))
-    assert len(selection.routes) == len(selection._plans) == 2  # a plan that goes takes its routes along
-    assert len(selection._plans) == 2
+    assert len(selection.routes) == len(selection._memory) == 2  # a plan that goes takes its routes along
+    assert len(selection._memory) == 2
     assert counters.selections == 16
 
 
 def test_graph_plans_are_bounded(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in use, and those that wait for the garbage collector: nothing else is alive, however many there were."""
-    monkeypatch.setattr(selection, "MAX_PLANS", 8)
-    monkeypatch.setattr(selection, "_EVICTED_AT_MOST", 4)
+    monkeypatch.setattr(plans, "MAX_PLANS", 8)
+    monkeypatch.setattr(plans, "_EVICTED_AT_MOST", 4)
     alive: weakref.WeakSet[SmallPlan] = weakref.WeakSet()
     made = SmallPlan.__init__
 
@@ -329,7 +329,7 @@ def test_graph_plans_are_bounded(small: Small, monkeypatch: pytest.MonkeyPatch) 
         query, key, value = tensors(grad=True, size=size)
         sdpa(query, key, value, backends="small").sum().backward()
         assert len(alive) <= 8 + 4 + 1
-    assert len(selection._plans) == len(selection.routes) == 8
+    assert len(selection._memory) == len(selection.routes) == 8
 
 
 def test_threads_that_miss_together_build_once(small: Small, counters: Counters) -> None:

@@ -125,7 +125,7 @@ def test_the_second_process_builds_nothing_that_was_refused(warmed: tuple[Path, 
     ]  # fmt: skip
     assert all("[builds 0]" in line for line in heads[:3])
     assert second.stdout.splitlines()[-1].startswith(
-        "7 problems: 2 known bad, 1 by rule, 3 served, 1 constant; builds 3, build_failures 0, skipped_known_bad 2; "
+        "7 problems: 2 known bad, 1 by rule, 3 served, 1 constant; builds 0, build_failures 0, skipped_known_bad 2; "
     )
     assert first.items[0]["decisions"][0]["record_id"] in second.stdout
 
