@@ -173,7 +173,8 @@ def _select(
             if not isinstance(attempt, _Made):
                 decision, error = attempt
                 # Memory is what a caller can do something about, so that error is the one to raise at the end.
-                cause = cause if isinstance(cause, torch.OutOfMemoryError) else error
+                cause = cause if isinstance(cause, torch.OutOfMemoryError) else error or cause
+                counters.skipped_known_bad += isinstance(decision, Remembered)
                 if isinstance(decision, Failed):
                     settled = settled and (decision.kind != "transient" or name in _unusable)
                 decisions.append(decision)
@@ -275,23 +276,34 @@ def _note(
 
 
 def _attempt(case: _Case, tensors: _Tensors | None, strict: bool) -> _Made | tuple[Decision, Exception | None]:
-    """Load or build, and run once; a failure is classified, recorded and returned, or raised where asked for."""
+    """Load or build a plan."""
+    if found := _try(_load, case, tensors, strict):
+        return found
+    if case.backend.builds and not plans.may_build():
+        plans.want(case.problem)
+        return Rejected(case.backend.name, (_NO_BUILDS,)), None
+    with single_flight(stores.folder() if case.plan_key else None, case.plan_key or "", _LONGEST_WAIT_S):
+        # Another process may just have built it, or found out that it cannot be built.
+        if case.plan_key and (found := _try(_load, case, tensors, strict)):
+            return found
+        if case.plan_key and (known := _remembered(case)):
+            return known, None
+        made = _try(_build, case, tensors, strict)
+        assert made is not None
+        return made
+
+
+def _try(
+    step: Callable[[_Case, _Tensors | None, Progress], _Made | None],
+    case: _Case,
+    tensors: _Tensors | None,
+    strict: bool,
+) -> _Made | tuple[Decision, Exception | None] | None:
+    """Take a step; a failure is classified, recorded and returned, or raised where that is asked for."""
     progress = Progress(on_build=_count_build)
     started = time.perf_counter()
     try:
-        if made := _load(case, tensors, progress):
-            return made
-        if case.backend.builds and not plans.may_build():
-            plans.want(case.problem)
-            return Rejected(case.backend.name, (_NO_BUILDS,)), None
-        if case.plan_key is None:
-            return _build(case, tensors, progress)
-        with single_flight(stores.folder(), case.plan_key, _LONGEST_WAIT_S):
-            # Another process may just have built it, or found out that it cannot be built.
-            if found := _load(case, tensors, progress) or _remembered(case):
-                return found if isinstance(found, _Made) else (found, None)
-            started = time.perf_counter()
-            return _build(case, tensors, progress)
+        return step(case, tensors, progress)
     except SidestepError:
         raise  # ours, and about something else: a call within the call, a lost device
     except Exception as error:

@@ -20,11 +20,11 @@ import pytest
 import torch
 from process import Counters, reload_settings
 from reference import assert_close, attention
+from small import Small, SmallPlan, check, registered, tensors
 
 import sidestep
 from sidestep import events, failures, plans, selection
 from sidestep.backends import registry
-from sidestep.backends.base import Progress, Target, Verdict
 from sidestep.cache import FailureRecord
 from sidestep.decisions import Chosen, Failed, Rejected, Remembered
 from sidestep.problem import AttentionProblem
@@ -33,114 +33,11 @@ sdpa: Any = sidestep.scaled_dot_product_attention
 DAY = 86400.0
 
 
-def refuse(error: BaseException, cause: BaseException | None = None) -> None:
-    """Raise `error`."""
-    raise error from cause  # this is the line
-
-
-class Small:
-    """A backend for the CPU, with a backward of its own, that fails where it is told to.
-
-    Attributes:
-        failing: the step ("rejects", "build", "forward", "backward") -> what is raised there.
-        late: a backward fails only once its route is at work, not on the zero gradient of the first run.
-    """
-
-    builds = True
-
-    def __init__(self, name: str = "small") -> None:
-        self.name = name
-        self.failing: dict[str, BaseException] = {}
-        self.cause: BaseException | None = None
-        self.late = False
-        self.reasons: tuple[str, ...] = ()
-        self.version: str | BaseException = "1"
-        self.asked: list[str] = []
-
-    def step(self, name: str) -> None:
-        """Fail if this step is to fail."""
-        self.asked.append(name)
-        if name in self.failing:
-            refuse(self.failing[name], self.cause)
-
-    def rejects(self, problem: AttentionProblem) -> tuple[str, ...]:
-        return self.reasons
-
-    def versions(self) -> dict[str, str | int]:
-        if isinstance(self.version, BaseException):
-            raise self.version
-        return {"small": self.version}
-
-    def build(self, problem: AttentionProblem, target: Target, progress: Progress) -> SmallPlan:
-        progress.begin("forward")
-        progress.stage = "compile"
-        self.step("build")
-        return SmallPlan(self, problem)
-
-    def verdict(self, error: Exception) -> Verdict:
-        return "unsupported" if isinstance(error, NotImplementedError) else "error"
-
-
-class SmallPlan:
-    """Attention in float64, and its gradients."""
-
-    def __init__(self, backend: Small, problem: AttentionProblem) -> None:
-        self.backend, self.problem = backend, problem
-
-    def infer(self, query: Any, key: Any, value: Any, attn_mask: Any) -> torch.Tensor:
-        self.backend.step("forward")
-        return self._run(query, key, value, attn_mask)
-
-    def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[torch.Tensor, ...]:
-        return (self.infer(query, key, value, attn_mask), query.new_ones(3))
-
-    def backward(
-        self, grad_output: Any, query: Any, key: Any, value: Any, attn_mask: Any, output: Any, *residuals: Any
-    ) -> Any:
-        if not self.backend.late or grad_output.any():
-            self.backend.step("backward")
-        assert output.shape == grad_output.shape
-        assert [tuple(r.shape) for r in residuals] == [(3,)]
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-        with torch.enable_grad():
-            made = self._run(leaves[0], leaves[1], leaves[2], attn_mask)
-        return (*torch.autograd.grad(made, leaves, grad_output), None)
-
-    def _run(self, query: Any, key: Any, value: Any, attn_mask: Any) -> torch.Tensor:
-        query64, key64, value64 = (t.double() for t in (query, key, value))
-        mask = attn_mask if attn_mask is None or attn_mask.dtype is torch.bool else attn_mask.double()
-        p = self.problem
-        made = attention(query64, key64, value64, mask, p.is_causal, p.scale, p.grouped)
-        return made.to(query.dtype)
-
-
 @pytest.fixture
 def small() -> Iterator[Small]:
     """One such backend, known as "small" for the length of a test."""
-    backend = Small()
-    registry.register("small", lambda: backend)
-    yield backend
-    registry._added.pop("small")
-    registry.get.cache_clear()
-
-
-def tensors(*, grad: bool = False, size: int = 8) -> list[Any]:
-    """Query, key and value of (1, 2, 5, size)."""
-    random = torch.Generator().manual_seed(size)
-    return [torch.randn(1, 2, 5, size, generator=random).requires_grad_(grad) for _ in range(3)]
-
-
-def check(given: list[torch.Tensor], **keywords: Any) -> torch.Tensor:
-    """The call's answer, whose output and gradients are compared with the reference."""
-    output = sdpa(*given, **keywords)
-    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
-    expected = attention(*wide)
-    assert_close(output, expected, "output")
-    if given[0].requires_grad:
-        grads, theirs = (torch.autograd.grad(o.square().sum(), t) for o, t in ((output, given), (expected, wide)))
-        for mine, other in zip(grads, theirs, strict=True):
-            assert_close(mine, other, "gradient", gradient=True)
-    return output
+    with registered(Small()) as backend:
+        yield backend
 
 
 def records() -> list[FailureRecord]:
@@ -443,7 +340,7 @@ def test_a_failure_is_recorded_and_the_next_backend_answers(
     assert "direct cause" in record.traceback
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', record.traceback)
     path, line, function = frames[-1]
-    assert (Path(path).name, function) == ("test_selection.py", "refuse")
+    assert (Path(path).name, function) == ("small.py", "refuse")
     assert "# this is the line" in linecache.getline(path, int(line))
     assert str(error).splitlines()[-1:] == [] or str(error).splitlines()[-1] in record.traceback.splitlines()[-1]
 
