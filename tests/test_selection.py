@@ -354,7 +354,7 @@ def test_a_failure_is_recorded_and_the_next_backend_answers(
     assert f"sidestep failures show {record.id}" in said.getMessage()
     assert len(said.getMessage().splitlines()) == 1
     if kind == "error":
-        assert f"test_selection.py:{line}" in said.getMessage()
+        assert f"small.py:{line}" in said.getMessage()
         assert name in said.getMessage()
 
 
