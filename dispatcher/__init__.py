@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .attention import scaled_dot_product_attention, use_backends
     from .errors import DeviceLostError, InvalidCallError, NoBackendError, SettingError, SidestepError
     from .events import observe
+    from .recording import record_problems
 
 _HOMES = {
     "DeviceLostError": "errors",
@@ -25,6 +26,7 @@ _HOMES = {
     "SidestepError": "errors",
     "configure": "api",
     "observe": "events",
+    "record_problems": "recording",
     "scaled_dot_product_attention": "attention",
     "stats": "api",
     "use_backends": "attention",
@@ -37,6 +39,7 @@ __all__ = [
     "SidestepError",
     "configure",
     "observe",
+    "record_problems",
     "scaled_dot_product_attention",
     "stats",
     "use_backends",

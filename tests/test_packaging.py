@@ -29,7 +29,13 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]  # package -> folder
-DATA = ("backends/*.toml", "backends/device_profiles/*.json", "dispatcher/py.typed", "scripts/*.yaml")
+DATA = (
+    "backends/*.toml",
+    "backends/device_profiles/*.json",
+    "dispatcher/py.typed",
+    "dispatcher/*.yaml",
+    "scripts/*.yaml",
+)
 LIGHT = (
     "sidestep",
     "sidestep.cache",
