@@ -42,7 +42,10 @@ LIGHT = (
     "sidestep.cache.records",
     "sidestep.cli",
     "sidestep.failures",
+    "sidestep.models",
     "sidestep.problem",
+    "sidestep.recording",
+    "sidestep.warmup",
 )
 HEAVY = ("torch", "cudnn", "numpy", "thunder", "nvfuser_direct", "redis", "triton")
 OPTIONAL = ("thunder", "redis", "nvfuser_direct", "transformers")  # not required: never imported at module level
