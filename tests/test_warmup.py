@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from sidestep.backends.cudnn_offline import PROFILE_FOLDER
 from sidestep.cache import FailureRecord, failure_key
 from sidestep.environment import digest
 from sidestep.problem import AttentionProblem
+from sidestep.spec import parse
+from sidestep.worker import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -465,6 +469,49 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: P
         ("remembered", "error"),
         ("failed", "timeout"),
     ]
+
+
+def test_a_terminal_has_a_bar_and_its_ctrl_c_works(odd: Path, tmp_path: Path) -> None:
+    """Typed at the terminal, Ctrl-C reaches the foreground process group as a whole."""
+    command = [sys.executable, "-m", "sidestep", "warmup", str(spec(tmp_path, FOUR)), "--backends", "odd_hang"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [*command, "--jobs", "2"])
+    shown = b""
+    while b"3/4" not in shown or not intents(tmp_path):
+        shown += os.read(terminal, 2**16)  # the bar is drawn some times a second
+    children = children_of(process)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # the terminal's other side is closed
+        while part := os.read(terminal, 2**16):
+            shown += part
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert len(children) == 2
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert b"\xe2\x94\x81" in shown  # the bar
+    assert b"interrupted: 3 of 4 problems done" in shown
+    assert b"Traceback" not in shown
+    assert not intents(tmp_path)
+
+
+def test_work_that_cannot_be_done_here_reports_what_was_done(tmp_path: Path) -> None:
+    mixed = spec(tmp_path, CPU.replace("device: cpu", "device: [cpu, cuda]").replace("batch: 1", "batch: [2, 3]"))
+    run = sidestep("warmup", mixed, "--backends", "torch_math", "--jobs", 1, "--json", CUDA_VISIBLE_DEVICES="")
+    assert run.code == 1
+    assert [(i["problem"]["query"]["shape"][0], i["problem"]["device"]) for i in run.items] == [(2, "cpu"), (3, "cpu")]
+    assert run.json["error"]["type"] == "WorkerError"
+    assert "no GPU here" in run.json["error"]["text"]
+    assert "Error: no GPU here" in run.stderr
+
+
+def test_a_stopped_worker_starts_no_child() -> None:
+    worker = Worker()
+    worker.stop()
+    with pytest.raises(WorkerError, match="stopped"):
+        worker.ask(parse(CPU).items[0].problem)
+    assert not children_of(os.getpid())
 
 
 def test_a_bug_in_strict_mode_ends_the_children_and_reports_what_was_done(odd: Path, tmp_path: Path) -> None:
