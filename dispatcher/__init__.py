@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .errors import DeviceLostError, InvalidCallError, NoBackendError, SettingError, SidestepError
     from .events import observe
     from .plans import refuse_builds
+    from .recording import record_problems
 
 _HOMES = {
     "DeviceLostError": "errors",
@@ -26,6 +27,7 @@ _HOMES = {
     "SidestepError": "errors",
     "configure": "api",
     "observe": "events",
+    "record_problems": "recording",
     "refuse_builds": "plans",
     "scaled_dot_product_attention": "attention",
     "stats": "api",
@@ -39,6 +41,7 @@ __all__ = [
     "SidestepError",
     "configure",
     "observe",
+    "record_problems",
     "refuse_builds",
     "scaled_dot_product_attention",
     "stats",

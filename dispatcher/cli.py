@@ -1,8 +1,8 @@
 """The command line: each command is a pure function that returns data, and two printers.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 not found or the work failed, 2 wrong usage, a SPEC or a
-setting that cannot be used included. torch, cudnn, yaml and rich are imported by the commands that need them: a
-listing must not wait.
+setting that cannot be used included, 130 interrupted. torch, cudnn, yaml and rich are imported by the commands that
+need them: a listing must not wait.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from . import __version__, api, stores
+from . import __version__, api, plans, stores
 from . import failures as records
 from . import settings as settings_table
 from .cache import FailureRecord, Kind
-from .decisions import Chosen, Decision, Failed, Rejected, Remembered, describe, to_json
+from .decisions import Chosen, Decision, to_json
 from .errors import SidestepError
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from .spec import Item, Spec
+    from .spec import Spec
+    from .warmup import Outcome
     from .worker import Answer, ChildError
 
-_BUGS = ("error", "crash", "timeout")
 _PIPE_WIDTH = 1000  # columns: a pipe has no edge at which a line would have to be cut
 
 
@@ -397,173 +397,181 @@ def explain_problem(
 # warmup --------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a warm-up found for one problem; `answer` is None where the output is constant and nobody was asked."""
+def _list(kind: type) -> Callable[..., Any]:
+    """Reads `1,2`."""
 
-    item: Item
-    answer: Answer | None
+    def read(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part.strip()) for part in (text or "").split(",") if part.strip())
+        except ValueError as error:
+            raise click.BadParameter(f"expected whole numbers with commas between them, got {text!r}") from error
 
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """About every backend asked, in order."""
-        return self.answer.decisions if self.answer else ()
+    return read
 
-    @property
-    def served_by(self) -> str | None:
-        """The backend that serves, if one does."""
-        return next((decision.backend for decision in self.decisions if isinstance(decision, Chosen)), None)
 
-    @property
-    def is_bug(self) -> bool:
-        """A backend failed, now or before, in a way that is no refusal."""
-        return any(isinstance(one, (Failed, Remembered)) and one.kind in _BUGS for one in self.decisions)
+def _list_models(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    from .models import models
 
-    @property
-    def word(self) -> str:
-        """The outcome in one word."""
-        if self.answer is None:
-            return "constant"
-        if self.served_by:
-            return "served"
-        if self.is_bug:
-            return "bug"
-        if any(isinstance(decision, Remembered) for decision in self.decisions):
-            return "known bad"
-        return "by rule" if all(isinstance(decision, Rejected) for decision in self.decisions) else "refused"
+    if context.params.get("as_json"):
+        _print_json([{"name": name, **model.to_json()} for name, model in models().items()])
+    else:
+        rows = [
+            (name, "; ".join(_fields_text(fields) for fields in model.problems), model.note, model.source)
+            for name, model in models().items()
+        ]
+        _print_table(("MODEL", "ATTENTION", "NOTE", "SOURCE"), rows, whole=1)
+    context.exit()
 
-    def to_json(self) -> dict[str, Any]:
-        """The outcome as JSON."""
-        return {
-            **_item_json(self.item),
-            "outcome": self.word,
-            "served_by": self.served_by,
-            "decisions": list(map(to_json, self.decisions)),
-            "seconds": self.answer.seconds if self.answer else 0.0,
-            "counters": dict(self.answer.counters) if self.answer else {},
-        }
+
+def _fields_text(fields: Mapping[str, Any]) -> str:
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in fields.items())
 
 
 @main.command()
-@click.argument("spec", metavar="SPEC", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "spec", metavar="[SPEC]", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=None
+)
+@click.option(
+    "--model", callback=_list(str), metavar="A,B", help="The attention of well-known models, with SPEC or without."
+)
+@click.option("--wanted", is_flag=True, help="What was called while nothing could be built (SIDESTEP_BUILD=never).")
+@click.option("--list-models", is_flag=True, callback=_list_models, expose_value=False, help="List them, and exit.")
+@click.option("--batch", callback=_list(int), metavar="N,...", help="Of --model: batch sizes. Default: 1.")
+@click.option(
+    "--length", callback=_list(int), metavar="N,...", help="Of --model: lengths of queries and keys, in tokens."
+)
+@click.option("--training", is_flag=True, help="Of --model: with gradients and the model's dropout.")
+@click.option("--inference", is_flag=True, help="Of --model: without; the default where --training is not given.")
+@click.option("--dtype", callback=_list(str), metavar="A,...", help="Of --model. Default: bfloat16.")
+@click.option(
+    "--layout", callback=_list(str), metavar="A,...", help="Of --model: bshd, the default, or bhsd in memory."
+)
 @click.option("--device", metavar="PROFILE", help="Build for a GPU that is not here: a shipped name (h200) or a path.")
 @_backends
 @_timeout
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Child processes side by side. Default: the cores; without --device 8 at most, for each holds about 0.5 GB "
+    "of the GPU.",
+)
 @click.option("--dry-run", is_flag=True, help="Only list the problems.")
-@_json
+@click.option("--json", "as_json", is_flag=True, is_eager=True, help="One JSON object on stdout.")
 def warmup(
-    spec: Path,
+    spec: Path | None,
     device: str | None,
     backends: tuple[str, ...] | None,
     timeout: float,
+    jobs: int | None,
     dry_run: bool,
     as_json: bool,
+    **presets: Any,
 ) -> None:
-    """Ask the backends about every problem of a SPEC (YAML), in a child process, and record what they refuse.
+    """Ask the backends about every problem of a SPEC (YAML), in child processes, and record what they refuse.
 
-    Exit code 0 though there are refusals; 1 where a backend has a bug (error, crash, timeout) or the work failed.
+    What is known by then is not tried again, so a warm-up that was interrupted goes on where it was. Exit code 0 though
+    there are refusals; 1 where a backend has a bug (error, crash, timeout) or the work failed; 130 where Ctrl-C ended
+    it: what was found stays recorded.
     """
-    from .spec import load
-    from .worker import ChildError, offline_order
+    from .warmup import default_jobs, item_json, summary, warm_up
+    from .worker import ChildError, WorkerError, offline_order
 
-    loaded = load(spec)
+    loaded = _problems(spec, **presets)
     if device is not None:
         try:
             offline_order(backends)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--backends") from error
+        loaded = _for_a_gpu(loaded)
     if loaded.skipped:
         click.echo(f"{loaded.skipped} combinations skipped that cannot be (causal with a mask, mask_grad)", err=True)
     if dry_run:
         if as_json:
-            _print_json(list(map(_item_json, loaded.items)))
+            _print_json(list(map(item_json, loaded.items)))
         else:
             for item in loaded.items:
                 click.echo(f"{item.label}  {item.problem}")
         return
     outcomes: list[Outcome] = []
-    bug: ChildError | None = None
-    with _reporter(len(loaded.items), as_json) as report:
+    ended_by: ChildError | WorkerError | KeyboardInterrupt | None = None
+    found = warm_up(loaded, device, backends, timeout, jobs or default_jobs(device))
+    with _reporter(len(loaded.items), as_json) as report, closing(found):
         try:
-            for outcome in warm_up(loaded, device, backends, timeout):
+            for outcome in found:
+                if presets["wanted"]:
+                    plans.not_wanted(outcome.item.problem)
                 outcomes.append(outcome)
                 report(outcome)
-        except ChildError as error:
-            bug = error
+        except (ChildError, WorkerError, KeyboardInterrupt) as error:
+            ended_by = error
     if as_json:
-        _print_json([outcome.to_json() for outcome in outcomes], True, bug)
-    else:
+        position = {item.problem: number for number, item in enumerate(loaded.items)}
+        outcomes.sort(key=lambda outcome: position[outcome.item.problem])
+        _print_json([outcome.to_json() for outcome in outcomes], True, ended_by)
+    elif outcomes or ended_by is None:
         click.echo(summary(outcomes))
-    if bug:
-        _fail(bug)
+    if isinstance(ended_by, KeyboardInterrupt):
+        click.echo(
+            f"interrupted: {len(outcomes)} of {len(loaded.items)} problems done; the same command goes on", err=True
+        )
+        sys.exit(130)  # 128 + SIGINT, as shells say it
+    if isinstance(ended_by, ChildError):
+        _fail(ended_by)
+    if ended_by is not None:
+        raise ended_by
     _require_cache()
     sys.exit(1 if any(outcome.is_bug for outcome in outcomes) else 0)
 
 
-def warm_up(
-    spec: Spec, device: str | None = None, backends: Sequence[str] | None = None, timeout: float = 300.0
-) -> Iterator[Outcome]:
-    """Ask about every problem in turn, in one child; the counters of this process grow by the child's.
+def _problems(
+    spec: Path | None, wanted: bool, model: Sequence[str], training: bool, inference: bool, **given: Sequence[Any]
+) -> Spec:
+    """Those of the SPEC, those wanted, and those of the models."""
+    from . import models
+    from .spec import Item, Spec, load
 
-    Args:
-        spec: the problems.
-        device: a device profile; None for this machine's devices.
-        backends: in order; None for the order in force (cudnn, for an absent GPU).
-        timeout: seconds per problem.
-
-    Raises:
-        WorkerError: the work cannot be done here.
-        ChildError: under SIDESTEP_STRICT=1, a backend's bug.
-    """
-    from .worker import Worker
-
-    with Worker(device) as worker:
-        for item in spec.items:
-            yield Outcome(item, None if item.constant else worker.ask(item.problem, backends, timeout))
-
-
-def outcome_text(outcome: Outcome) -> str:
-    """An outcome for people: one line, and below it why no backend before the serving one serves."""
-    answer = outcome.answer
-    head = f"{outcome.word:<9} {answer.seconds if answer else 0:5.1f} s  {outcome.item.problem}"
-    if answer is None:
-        return f"{head}\n    zeros or empty whatever the numbers: no backend is asked"
-    builds = answer.counters["builds"]
-    return f"{head}  [builds {builds}]\n" + "\n".join(f"  {line}" for line in describe(answer.decisions).splitlines())
+    if not model:
+        options = {**given, "training": training, "inference": inference}
+        if unused := [f"--{name}" for name, value in options.items() if value]:
+            raise click.UsageError(f"{', '.join(unused)}: of --model, which is not given; a SPEC says it itself")
+        if spec is None and not wanted:
+            raise click.UsageError("give a SPEC, or --model NAME (see --list-models), or --wanted")
+    loaded = Spec((), 0) if spec is None else load(spec)
+    if wanted:
+        loaded += Spec(tuple(Item(problem, "wanted", False) for problem in plans.wanted()), 0)
+    if model:
+        trains = [False] * (inference or not training) + [True] * training
+        chosen = {name: value for name, value in given.items() if value and name not in ("batch", "length")}
+        loaded += models.spec_of(model, given["batch"] or (1,), given["length"], training=trains, **chosen)
+    return loaded
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """The counters of a warm-up in one line."""
-    words = [outcome.word for outcome in outcomes]
-    counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-    total = {
-        name: sum(outcome.answer.counters[name] for outcome in outcomes if outcome.answer)
-        for name in ("builds", "build_failures", "skipped_known_bad")
-    }
-    seconds = sum(outcome.answer.seconds for outcome in outcomes if outcome.answer)
-    counters = ", ".join(f"{name} {value}" for name, value in total.items())
-    return f"{len(outcomes)} problems: {counted or 'none'}; {counters}; {seconds:.1f} s"
-
-
-def _item_json(item: Item) -> dict[str, Any]:
-    return {
-        "label": item.label,
-        "text": str(item.problem),
-        "problem": item.problem.to_json(),
-        "constant": item.constant,
-    }
+def _for_a_gpu(spec: Spec) -> Spec:
+    """Without the CPU's problems, which a GPU's profile says nothing of."""
+    items = tuple(item for item in spec.items if item.problem.device != "cpu")
+    if left_out := len(spec.items) - len(items):
+        click.echo(
+            f"{left_out} problems of device cpu skipped: --device is about a GPU; leave it out for them", err=True
+        )
+    return dataclasses.replace(spec, items=items)
 
 
 @contextmanager
 def _reporter(total: int, quiet: bool) -> Iterator[Callable[[Outcome], None]]:
     """Prints outcomes as they come: on stdout, or, where that is for JSON, in short on stderr; a bar on a terminal."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import MofNCompleteColumn, Progress
     from rich.text import Text
+
+    from .warmup import outcome_text
 
     console = Console(stderr=True)
     if console.is_terminal:
-        with Progress(console=console, transient=True) as progress:
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("warm-up", total=total)
 
             def tell(outcome: Outcome) -> None:
@@ -638,12 +646,15 @@ def settings_json() -> list[dict[str, Any]]:
 # printing ------------------------------------------------------------------------------------------------------------
 
 
-def _print_json(items: Sequence[Any], with_stats: bool = False, error: ChildError | None = None) -> None:
+def _print_json(items: Sequence[Any], with_stats: bool = False, error: BaseException | None = None) -> None:
     data: dict[str, Any] = {"schema": 1, "items": items}
     if with_stats:
         data["stats"] = api.stats()
     if error is not None:
-        data["error"] = {"type": error.exception_type, "text": error.text, "traceback": error.traceback}
+        from .worker import ChildError
+
+        told = error if isinstance(error, ChildError) else ChildError(type(error).__name__, str(error), "")
+        data["error"] = {"type": told.exception_type, "text": told.text, "traceback": told.traceback}
     click.echo(json.dumps(data))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -36,15 +37,18 @@ class Counters:
     fallbacks: int = 0  # selections answered by another backend than the first of the order
 
     def add(self, others: Mapping[str, int]) -> None:
-        """Add the counters of a child process, as its `as_dict` gave them."""
-        for name in asdict(self):
-            setattr(self, name, getattr(self, name) + others[name])
+        """Add the counters of a child process, as its `as_dict` gave them; from any thread."""
+        with _adding:
+            for name in asdict(self):
+                if others[name]:
+                    setattr(self, name, getattr(self, name) + others[name])
 
     def as_dict(self) -> dict[str, int]:
         """A copy as a plain dictionary, with the calls in all."""
         return {"calls": self.hits + self.misses, **asdict(self)}
 
 
+_adding = threading.Lock()
 counters = Counters()
 
 _said: set[str] = set()

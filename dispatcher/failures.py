@@ -99,6 +99,13 @@ def crash(key: str) -> Crash | None:
     return _intents().find_crash(key)
 
 
+def pardon(key: str) -> None:
+    """Forget the unfinished build of a process that was ended on purpose; one that crashed by itself stays."""
+    found = crash(key)
+    if found is None or not found.dump:
+        _intents().clear(key)
+
+
 @contextlib.contextmanager
 def intent(key: str | None) -> Iterator[None]:
     """While a build runs, leave a mark that survives the death of the process; nothing without a key."""

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from . import settings, stores
-from .cache import DamagedRecordError, PlanRecord, frame
+from .cache import DamagedRecordError, PlanRecord, frame, unframe
 from .events import counters, logger, once
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def not_loaded(key: str, error: Exception) -> None:
         logger.info("a stored plan cannot be used and is built anew: %s: %s: %s", key, type(error).__name__, error)
 
 
+_WANTED = "wanted/"
 _refusing: ContextVar[bool] = ContextVar("sidestep_refuse_builds", default=False)
 
 
@@ -124,6 +125,23 @@ def may_build() -> bool:
 def want(problem: AttentionProblem) -> None:
     """Put a problem on the list of those to warm up; it lies with the plans, so it is bounded with them."""
     counters.refused_builds += 1
-    key = f"wanted/{problem.digest()}"
+    key = _WANTED + problem.digest()
     if once(key):
         stores.get("plans").set(key, frame(json.dumps(problem.to_json()).encode()))
+
+
+def wanted() -> list[AttentionProblem]:
+    """The problems on that list, the oldest first."""
+    from .problem import AttentionProblem
+
+    found = []
+    for key in list(stores.get("plans").keys(_WANTED)):
+        data = stores.get("plans").get(key)
+        with contextlib.suppress(ValueError):  # DamagedRecordError is one
+            found.append(AttentionProblem.from_json(json.loads(unframe(data or b""))))
+    return found
+
+
+def not_wanted(problem: AttentionProblem) -> None:
+    """Take a problem off that list."""
+    stores.get("plans").delete(_WANTED + problem.digest())

@@ -212,12 +212,18 @@ def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -
     return tuple(_known(case) or Untried(case.backend.name) for case in cases)
 
 
-def forget_plans() -> None:
-    """Let go of every route and plan, and of what is known for this process only."""
+def forget_routes() -> None:
+    """Let every signature be selected anew at its next call; plans stay, so that nothing is built for it."""
     global generation
     with _lock:
         generation += 1
         _drop_routes()
+
+
+def forget_plans() -> None:
+    """Let go of every route and plan, and of what is known for this process only."""
+    with _lock:
+        forget_routes()
         _memory.clear()
         _unusable.clear()
 
@@ -592,7 +598,7 @@ routes: dict[tuple[Any, ...], Entry] = {}
 refusing_routes: dict[tuple[Any, ...], Entry] = {}
 
 
-# Grows when settings change: a route that was decided under earlier ones is not installed any more.
+# Grows when routes are dropped: one that was decided before is not installed any more.
 generation = 0
 
 

@@ -4,7 +4,7 @@
     problems:
       - {query_length: [1024, 4096], causal: true, training: [false, true]}
       - {query_length: 1024, mask: bool, mask_shape: [B, 1, S_q, S_kv]}
-      - problem: {...}          # a whole AttentionProblem in JSON: true strides and all
+      - problem: {...}          # a whole AttentionProblem, as sidestep.record_problems writes it
 
 A field that is a list means every combination.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,13 @@ class Spec:
     items: tuple[Item, ...]
     skipped: int
 
+    def __add__(self, other: Spec) -> Spec:
+        """The problems of both."""
+        items = {item.problem: item for item in self.items}
+        for item in other.items:
+            items.setdefault(item.problem, item)
+        return Spec(tuple(items.values()), self.skipped + other.skipped)
+
 
 def load(path: Path) -> Spec:
     """Read a SPEC file.
@@ -111,17 +118,35 @@ def parse(text: str) -> Spec:
     _check_fields("defaults", defaults)
     if not isinstance(entries, list) or not entries:
         raise SpecError(f"problems: expected a list with one entry or more, got {entries!r:.80}")
+    return of_entries(((f"problems[{number}]", entry) for number, entry in enumerate(entries)), defaults)
+
+
+def of_entries(entries: Iterable[tuple[str, Any]], defaults: Mapping[str, Any] | None = None) -> Spec:
+    """The problems of entries.
+
+    Args:
+        entries: each with the label that errors and items name it by.
+        defaults: fields for entries that leave them out.
+
+    Raises:
+        SpecError: naming the entry, and what was wrong.
+    """
     items: dict[AttentionProblem, Item] = {}
     skipped = 0
-    for number, entry in enumerate(entries):
-        label = f"problems[{number}]"
-        for problem in _expand(label, defaults, entry):
+    for label, entry in entries:
+        for problem in _expand(label, defaults or {}, entry):
             if problem is None:
                 skipped += 1
             else:
                 _check_problem(label, problem)
                 items.setdefault(problem, Item(problem, label, constant_output(problem)))
     return Spec(tuple(items.values()), skipped)
+
+
+def dump(problems: Iterable[AttentionProblem]) -> str:
+    """A SPEC's text that holds whole problems, true strides and all; `parse` gives them back."""
+    entries = [{"problem": problem.to_json()} for problem in problems]
+    return yaml.safe_dump({"problems": entries}, sort_keys=False, default_flow_style=None, width=120)
 
 
 def problem_of(fields: Mapping[str, Any]) -> AttentionProblem:

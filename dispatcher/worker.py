@@ -24,6 +24,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,8 @@ def offline_order(backends: Sequence[str] | None) -> tuple[str, ...]:
 class Worker:
     """A child that answers problems in turn, started at the first one; a context manager.
 
+    For one thread at a time, but for `stop`, which is for any.
+
     Args:
         device: a device profile's name or path; None for this machine's own devices.
     """
@@ -110,6 +113,8 @@ class Worker:
         self._device = device
         self._child: subprocess.Popen[bytes] | None = None
         self._received = b""
+        self._lock = threading.Lock()  # between stop() and a child that is just being started
+        self._stopped = False
 
     def __enter__(self) -> Worker:
         """The worker itself."""
@@ -133,6 +138,15 @@ class Worker:
                 os.killpg(child.pid, signal.SIGKILL)  # compilers that it started included
             child.wait()
         child.stdout.close()
+
+    def stop(self) -> None:
+        """Kill the child, from any thread; what it is asked raises WorkerError, and no other child is started."""
+        with self._lock:
+            self._stopped = True
+            child = self._child
+            if child is not None and child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # compilers that it started included
 
     def ask(
         self,
@@ -170,6 +184,11 @@ class Worker:
                 deaths.append(f"no answer within {timeout:g} s")
                 _keep_timeout(problem, environments, timeout, "local" if self._device is None else "offline")
             except _DiedError as died:
+                if self._stopped:
+                    for name, manifest in environments.items():
+                        if manifest:  # no death of the backend's
+                            failures.pardon(_key(problem, name, manifest))
+                    raise WorkerError(f"stopped while asking about {problem}") from died
                 deaths.append(str(died))
             else:
                 return _answer(reply, started, time.perf_counter() - clock, deaths)
@@ -182,14 +201,23 @@ class Worker:
         if self._child is not None:
             return
         command = [sys.executable, "-m", "sidestep.worker", *(["--device", self._device] if self._device else [])]
-        # A group of its own, so that it ends as a whole; no code from the current folder (Python 3.11 and newer).
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **settings.get().to_environ(), "PYTHONSAFEPATH": "1"},
-        )
+        with self._lock:
+            if self._stopped:
+                raise WorkerError("stopped: no child is started any more")
+            # A group of its own, so that it ends as a whole; no code from the current folder (Python 3.11 and newer).
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                # A child is there to build.
+                env={
+                    **os.environ,
+                    **settings.get().to_environ(),
+                    "SIDESTEP_BUILD": "always",
+                    "PYTHONSAFEPATH": "1",
+                },
+            )
         self._receive(_START_LIMIT_S)
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -256,6 +284,10 @@ class _DiedError(Exception):
     """The child is gone; the text says how."""
 
 
+def _key(problem: AttentionProblem, backend: str, manifest: environment.Manifest) -> str:
+    return failure_key(environment.digest(manifest), backend, problem.digest())
+
+
 def _keep_timeout(problem: AttentionProblem, environments: Mapping[str, Any], timeout: float, built_on: Any) -> None:
     """Record a build that ran past its limit, of the backend whose intent holds the dump.
 
@@ -263,7 +295,7 @@ def _keep_timeout(problem: AttentionProblem, environments: Mapping[str, Any], ti
         WorkerError: it did not hang in a build, or nothing can be kept.
     """
     for name, manifest in environments.items():
-        key = failure_key(environment.digest(manifest), name, problem.digest()) if manifest else None
+        key = _key(problem, name, manifest) if manifest else None
         crash = failures.crash(key) if key else None
         if key is None or crash is None:
             continue

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sidestep
-from sidestep import cli, failures, spec
+from sidestep import cli, failures, spec, warmup
 from sidestep.decisions import Chosen
 
 HERE = Path(__file__).resolve().parent
@@ -149,10 +149,10 @@ def main() -> int:
     say(f"\n2. Warm-up of {os.path.relpath(SPEC)} for {where}\n")
     outcomes = []
     order = ["cudnn"]  # alone, so that what it refuses and what it builds is seen for itself
-    for outcome in cli.warm_up(spec.load(SPEC), profile, order):
+    for outcome in warmup.warm_up(spec.load(SPEC), profile, order):
         outcomes.append(outcome)
-        say(textwrap.indent(cli.outcome_text(outcome), "  "))
-    say(f"\n  {cli.summary(outcomes)}")
+        say(textwrap.indent(warmup.outcome_text(outcome), "  "))
+    say(f"\n  {warmup.summary(outcomes)}")
     refused = {outcome.item.problem.digest() for outcome in outcomes if outcome.served_by is None}
     ok = right and bool(refused) and len(refused) < len(outcomes) and not any(outcome.is_bug for outcome in outcomes)
 

@@ -29,14 +29,23 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]  # package -> folder
-DATA = ("backends/*.toml", "backends/device_profiles/*.json", "dispatcher/py.typed", "scripts/*.yaml")
+DATA = (
+    "backends/*.toml",
+    "backends/device_profiles/*.json",
+    "dispatcher/py.typed",
+    "dispatcher/*.yaml",
+    "scripts/*.yaml",
+)
 LIGHT = (
     "sidestep",
     "sidestep.cache",
     "sidestep.cache.records",
     "sidestep.cli",
     "sidestep.failures",
+    "sidestep.models",
     "sidestep.problem",
+    "sidestep.recording",
+    "sidestep.warmup",
 )
 HEAVY = ("torch", "cudnn", "numpy", "thunder", "nvfuser_direct", "redis", "triton")
 OPTIONAL = ("thunder", "redis", "nvfuser_direct", "transformers")  # not required: never imported at module level

@@ -278,6 +278,22 @@ def test_refused_builds_go_to_a_backend_that_builds_nothing(
         assert small.asked.count("build") == 1
 
 
+def test_what_was_wanted_is_warmed_up(small: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sidestep warmup --wanted` asks about it in a process that builds, and takes it off the list."""
+    monkeypatch.setenv("SIDESTEP_BUILD", "never")
+    reload_settings()
+    for size in (8, 16):
+        check(tensors(size=size), backends=["small", "torch"])
+    command = [sys.executable, "-m", "sidestep", "warmup", "--wanted", "--json"]
+    listed, done, again = (
+        json.loads(subprocess.run([*command, *more], stdout=subprocess.PIPE, text=True, check=True).stdout)
+        for more in (["--dry-run"], ["--backends", "torch"], [])
+    )
+    sizes = [[item["problem"]["query"]["shape"][3] for item in answer["items"]] for answer in (listed, done, again)]
+    assert sizes == [[8, 16], [8, 16], []]
+    assert [item["outcome"] for item in done["items"]] == ["served", "served"]
+
+
 def test_one_builder_per_key_among_processes(tmp_path: Path) -> None:
     """Four processes want the same four graphs for an absent H200: each is built once in all."""
     spec = tmp_path / "spec.yaml"

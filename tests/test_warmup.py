@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,8 @@ from sidestep.backends.cudnn_offline import PROFILE_FOLDER
 from sidestep.cache import FailureRecord, failure_key
 from sidestep.environment import digest
 from sidestep.problem import AttentionProblem
+from sidestep.spec import parse
+from sidestep.worker import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +85,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Run]:
     folder = tmp_path_factory.mktemp("warmed")
     arguments = ("warmup", spec(folder, SPEC), "--device", "h200")
     first = sidestep(*arguments, "--json", **cache_of(folder), SIDESTEP_STRICT="1")
-    second = sidestep(*arguments, **cache_of(folder), SIDESTEP_STRICT="1")
+    second = sidestep(*arguments, "--jobs", 1, **cache_of(folder), SIDESTEP_STRICT="1")  # in the SPEC's order
     return folder, first, second
 
 
@@ -125,7 +131,8 @@ def test_the_second_process_builds_nothing_that_was_refused(warmed: tuple[Path, 
     ]  # fmt: skip
     assert all("[builds 0]" in line for line in heads[:3])
     assert second.stdout.splitlines()[-1].startswith(
-        "7 problems: 2 known bad, 1 by rule, 3 served, 1 constant; builds 0, build_failures 0, skipped_known_bad 2; "
+        "7 problems: 2 known bad, 1 by rule, 3 served, 1 constant; "
+        "builds 0, loads 3, build_failures 0, skipped_known_bad 2; "
     )
     assert first.items[0]["decisions"][0]["record_id"] in second.stdout
 
@@ -279,9 +286,9 @@ def test_warmup_runs_as_a_file(tmp_path: Path) -> None:
     assert done.stdout.startswith("problems[0]  bfloat16 cpu")
 
 
-# A package of somebody else's, with backends whose builds really end, hang or break their process.
+# A package of somebody else's, with backends whose builds really end, hang or break their process, at batch size 1.
 ODD = """
-import ctypes, os, pathlib, signal
+import ctypes, os, pathlib, signal, time
 
 class Plan:
     def infer(self, query, key, value, attn_mask):
@@ -300,6 +307,8 @@ class Odd:
     def build(self, problem, target, progress):
         progress.begin("forward")
         progress.stage = "odd"
+        if problem.query.shape[0] > 1:
+            return Plan()
         return getattr(self, self.name.removeprefix("odd_"))()
     def segv(self):
         ctypes.string_at(0)
@@ -320,8 +329,16 @@ class Odd:
         return Plan()
     def bug(self):
         first, second = 1, 2, 3
+    def meet(self):
+        folder = pathlib.Path(os.environ["ODD_FLAG"])
+        folder.mkdir(exist_ok=True)
+        (folder / str(os.getpid())).touch()
+        while len(list(folder.iterdir())) < 2:  # until another process builds too
+            time.sleep(0.01)
+        return Plan()
 """
-MODES = ("segv", "hang", "killed", "killed_once", "noisy", "bug")
+MODES = ("segv", "hang", "killed", "killed_once", "noisy", "bug", "meet")
+FOUR = CPU.replace("batch: 1", "batch: [2, 3, 1, 4]")
 
 
 @pytest.fixture
@@ -375,6 +392,148 @@ def test_a_build_that_hangs_is_killed_and_recorded_with_where(odd: Path) -> None
     assert (record["kind"], record["duration"], record["built_on"]) == ("timeout", 1.0, "local")
     assert "limit of 1 s" in record["exception_text"]
     assert "in hang" in record["traceback"]
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("segv", "crash"), ("hang", "timeout")])
+def test_the_others_go_on_where_a_child_dies_or_hangs(odd: Path, tmp_path: Path, mode: str, kind: str) -> None:
+    order = ("--backends", f"odd_{mode},torch_math", "--timeout", "2", "--jobs", 2, "--json")
+    run = sidestep("warmup", spec(tmp_path, FOUR), *order)
+    assert run.code == 1
+    assert [item["problem"]["query"]["shape"][0] for item in run.items] == [2, 3, 1, 4]
+    assert [item["served_by"] for item in run.items] == [f"odd_{mode}", f"odd_{mode}", "torch_math", f"odd_{mode}"]
+    assert run.items[2]["decisions"][0]["kind"] == kind
+    assert f"in {mode}" in only_record()["traceback"]
+    stats = run.json["stats"]
+    assert (stats["selections"], stats["builds"], stats["build_failures"]) == (4, 4, 1)
+    assert not intents(tmp_path)
+
+
+def test_children_work_side_by_side_and_are_no_more_than_problems(odd: Path, tmp_path: Path) -> None:
+    two = spec(tmp_path, CPU.replace("query_length: 8", "query_length: [8, 9]"))
+    run = sidestep("warmup", two, "--backends", "odd_meet", "--jobs", 8, "--json")
+    assert run.code == 0, run.stderr
+    assert [item["served_by"] for item in run.items] == ["odd_meet"] * 2
+    assert len(list((tmp_path / "flag").iterdir())) == 2
+
+
+def intents(folder: Path) -> list[str]:
+    """The builds, by their keys, that began and did not end."""
+    return [path.read_text().splitlines()[0] for path in (folder / "sidestep-cache" / "intents").glob("*")]
+
+
+def children_of(parent: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == parent:
+            found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: Path, as_json: bool) -> None:
+    command = [sys.executable, "-m", "sidestep", "warmup", str(spec(tmp_path, FOUR)), *(["--json"] if as_json else [])]
+    command += ["--backends", "odd_bug,odd_hang", "--jobs", "2"]
+    env = {**os.environ, "SIDESTEP_STRICT": "0"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        talk = process.stderr if as_json else process.stdout
+        assert talk is not None
+        heads: list[str] = []
+        while len(heads) < 3:  # all but the one that hangs
+            line = talk.readline()
+            assert line, "it ended by itself"
+            heads += [line] if line.startswith("[") else []
+        while not any("/odd_hang/" in key for key in intents(tmp_path)):
+            time.sleep(0.01)
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(children) == 2
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert "interrupted: 3 of 4 problems done" in stderr
+    assert "Traceback" not in stderr
+    if as_json:
+        data = json.loads(stdout)
+        assert [item["problem"]["query"]["shape"][0] for item in data["items"]] == [2, 3, 4]
+        assert data["error"]["type"] == "KeyboardInterrupt"
+        assert data["stats"]["selections"] == 3
+    else:
+        assert stdout.splitlines()[-1].startswith("3 problems: 3 served; builds 3, ")
+    assert only_record()["kind"] == "error"  # found before the hang
+    assert not intents(tmp_path)  # to end a build is not a crash of it
+    again = sidestep("warmup", tmp_path / "spec.yaml", *command[-4:], "--timeout", "1", "--json", SIDESTEP_STRICT="0")
+    assert [(d["decision"], d["kind"]) for d in again.items[2]["decisions"]] == [
+        ("remembered", "error"),
+        ("failed", "timeout"),
+    ]
+
+
+def test_a_terminal_has_a_bar_and_its_ctrl_c_works(odd: Path, tmp_path: Path) -> None:
+    """Typed at the terminal, Ctrl-C reaches the foreground process group as a whole."""
+    command = [sys.executable, "-m", "sidestep", "warmup", str(spec(tmp_path, FOUR)), "--backends", "odd_hang"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [*command, "--jobs", "2"])
+    shown = b""
+    while b"3/4" not in shown or not intents(tmp_path):
+        shown += os.read(terminal, 2**16)  # the bar is drawn some times a second
+    children = children_of(process)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # the terminal's other side is closed
+        while part := os.read(terminal, 2**16):
+            shown += part
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert len(children) == 2
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert b"\xe2\x94\x81" in shown  # the bar
+    assert b"interrupted: 3 of 4 problems done" in shown
+    assert b"Traceback" not in shown
+    assert not intents(tmp_path)
+
+
+def test_work_that_cannot_be_done_here_reports_what_was_done(tmp_path: Path) -> None:
+    mixed = spec(tmp_path, CPU.replace("device: cpu", "device: [cpu, cuda]").replace("batch: 1", "batch: [2, 3]"))
+    run = sidestep("warmup", mixed, "--backends", "torch_math", "--jobs", 1, "--json", CUDA_VISIBLE_DEVICES="")
+    assert run.code == 1
+    assert [(i["problem"]["query"]["shape"][0], i["problem"]["device"]) for i in run.items] == [(2, "cpu"), (3, "cpu")]
+    assert run.json["error"]["type"] == "WorkerError"
+    assert "no GPU here" in run.json["error"]["text"]
+    assert "Error: no GPU here" in run.stderr
+
+
+def test_a_stopped_worker_starts_no_child() -> None:
+    worker = Worker()
+    worker.stop()
+    with pytest.raises(WorkerError, match="stopped"):
+        worker.ask(parse(CPU).items[0].problem)
+    assert not children_of(os.getpid())
+
+
+def test_a_bug_in_strict_mode_ends_the_children_and_reports_what_was_done(odd: Path, tmp_path: Path) -> None:
+    order = ("--backends", "odd_bug", "--jobs", 2, "--json")
+    run = sidestep("warmup", spec(tmp_path, FOUR), *order, SIDESTEP_STRICT="1")
+    assert run.code == 1
+    assert run.json["error"]["type"] == "ValueError"
+    done = [item["problem"]["query"]["shape"][0] for item in run.items]
+    assert 1 not in done
+    assert done
+    assert run.json["stats"]["selections"] == len(done)
+    assert not intents(tmp_path)
+
+
+def test_problems_of_the_cpu_are_left_out_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    both = spec(tmp_path, CPU.replace("device: cpu", "device: [cpu, cuda], training: [false, true]"))
+    run = sidestep("warmup", both, "--device", "h200", "--dry-run", "--json")
+    assert run.code == 0
+    assert [item["problem"]["device"] for item in run.items] == ["cuda", "cuda"]
+    assert run.stderr.count("2 problems of device cpu skipped") == 1
+    assert len(sidestep("warmup", both, "--dry-run", "--json").items) == 4
 
 
 def test_the_second_death_without_a_dump_is_a_crash(odd: Path) -> None:
