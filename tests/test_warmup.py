@@ -24,6 +24,7 @@ from sidestep.cache import FailureRecord, failure_key
 from sidestep.environment import digest
 from sidestep.problem import AttentionProblem
 from sidestep.spec import parse
+from sidestep.warmup import default_jobs
 from sidestep.worker import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -414,6 +415,13 @@ def test_children_work_side_by_side_and_are_no_more_than_problems(odd: Path, tmp
     assert run.code == 0, run.stderr
     assert [item["served_by"] for item in run.items] == ["odd_meet"] * 2
     assert len(list((tmp_path / "flag").iterdir())) == 2
+
+
+def test_the_default_is_a_child_for_each_core_and_few_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert (default_jobs("h200"), default_jobs(None)) == (64, 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 7})
+    assert (default_jobs("h200"), default_jobs(None)) == (2, 2)
 
 
 def intents(folder: Path) -> list[str]:
