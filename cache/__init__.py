@@ -8,7 +8,7 @@ The folder, 0700 and ours::
         intents/<sha256>      one small file per build that is running, or that killed its process
 
 Promises: slow or absent, never harmful. No pickle is read or written. Damage is a miss. A folder that cannot be used
-costs one warning, and the process keeps its records in memory.
+costs one warning, and the process keeps its records in memory. A server that a fleet shares is one more layer below.
 """
 
 from .folder import cache_folder
@@ -16,9 +16,20 @@ from .intents import Crash, Intents
 from .layers import Layered
 from .memory_store import MemoryStore
 from .records import DamagedRecordError, FailureRecord, Kind, failure_key, frame, record_id, unframe
-from .store import RefusedError, Store, StoreError, find_by_id, open_store
+from .store import (
+    AwayError,
+    RefusedError,
+    Store,
+    StoreError,
+    find_by_id,
+    open_layers,
+    open_remote,
+    open_store,
+    redacted,
+)
 
 __all__ = [
+    "AwayError",
     "Crash",
     "DamagedRecordError",
     "FailureRecord",
@@ -33,7 +44,10 @@ __all__ = [
     "failure_key",
     "find_by_id",
     "frame",
+    "open_layers",
+    "open_remote",
     "open_store",
     "record_id",
+    "redacted",
     "unframe",
 ]

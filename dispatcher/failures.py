@@ -25,7 +25,7 @@ def store() -> Store:
     with _lock:
         if _store is None:
             chosen = settings.get()
-            _store = open_store(chosen.cache, chosen.directory() if chosen.cache == "disk" else None)
+            _store = open_store(chosen.cache, chosen.disk(), chosen.signing_key)
         return _store
 
 
@@ -39,14 +39,16 @@ def reset() -> None:
 
 
 def usable() -> bool:
-    """Whether records really outlive this process, as far as the store has been used; what is wrong was logged."""
+    """Whether records really outlive this process, as far as the store has been used; what is wrong was logged.
+
+    A server that does not answer is not asked about: it may come back, and the disk has what it misses.
+    """
     opened = store()
     return not isinstance(opened, Layered) or opened.usable
 
 
 def _intents() -> Intents:
-    chosen = settings.get()
-    return Intents(chosen.directory() if chosen.cache == "disk" else None)
+    return Intents(settings.get().disk())
 
 
 def _read(key: str) -> FailureRecord | None:

@@ -157,7 +157,7 @@ class Worker:
         started, clock = time.time(), time.perf_counter()
         deaths: list[str] = []
         # Without a cache the next child would know nothing of a death.
-        most = _MOST_DEATHS if settings.get().cache == "disk" else 1
+        most = _MOST_DEATHS if settings.get().disk() else 1
         while len(deaths) < most:
             environments: dict[str, Any] = {}
             try:
