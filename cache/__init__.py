@@ -10,7 +10,7 @@ The folder, 0700 and ours::
         locks/<3 digits>      held by the process that builds
 
 Promises: slow or absent, never harmful. No pickle is read or written. Damage is a miss. A folder that cannot be used
-costs one warning, and the process keeps its records in memory.
+costs one warning, and the process keeps its records in memory. A server that a fleet shares is one more layer below.
 """
 
 from .folder import cache_folder
@@ -29,9 +29,20 @@ from .records import (
     unframe,
 )
 from .single_flight import single_flight
-from .store import RefusedError, Store, StoreError, find_by_id, open_store
+from .store import (
+    AwayError,
+    RefusedError,
+    Store,
+    StoreError,
+    find_by_id,
+    open_layers,
+    open_remote,
+    open_store,
+    redacted,
+)
 
 __all__ = [
+    "AwayError",
     "Crash",
     "DamagedRecordError",
     "FailureRecord",
@@ -47,9 +58,12 @@ __all__ = [
     "failure_key",
     "find_by_id",
     "frame",
+    "open_layers",
+    "open_remote",
     "open_store",
     "plan_key",
     "record_id",
+    "redacted",
     "single_flight",
     "unframe",
 ]

@@ -277,6 +277,8 @@ class DiskStore:
         compare, order = ("<", "DESC") if newest_first else (">", "ASC")
         select = (
             f"SELECT rowid, key FROM Cache WHERE rowid {compare} ? AND raw = 1 AND typeof(key) = 'text'"
+            # A large value is in a file, and NULL here.
+            " AND (value IS NULL OR length(value) > 0)"
             f" AND substr(key, 1, ?) = ? ORDER BY rowid {order} LIMIT {_PAGE}"
         )
         rowid = 2**63 - 1 if newest_first else -(2**63)

@@ -46,7 +46,7 @@ class MemoryStore:
     def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
         """Iterate over the keys of this moment that begin with `prefix`."""
         with self._lock:
-            keys = [key for key in self._values if key.startswith(prefix)]
+            keys = [key for key, value in self._values.items() if value and key.startswith(prefix)]
         return reversed(keys) if newest_first else iter(keys)
 
     def close(self) -> None:

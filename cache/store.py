@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .records import record_id
+from .records import DamagedRecordError, FailureRecord, record_id
+
+if TYPE_CHECKING:
+    from .layers import Layered
 
 # Memory for copies of what the disk holds: some thousand records. A listing that reads a million must not fill memory.
 _MEMORY_BYTES = 2**24
@@ -14,6 +18,10 @@ _MEMORY_BYTES = 2**24
 
 class StoreError(Exception):
     """A store cannot be used: its text names the place, the cause and the remedy."""
+
+
+class AwayError(StoreError):
+    """A store does not answer for now; it has said so, and may answer later."""
 
 
 class RefusedError(ValueError):
@@ -37,7 +45,10 @@ class Store(Protocol):
         """Delete the value; return whether there was one."""
 
     def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
-        """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse."""
+        """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse.
+
+        Those whose value is empty are left out.
+        """
 
     def close(self) -> None:
         """Let go of files and connections. A closed store opens again when it is used."""
@@ -61,28 +72,84 @@ def find_by_id(store: Store, id_prefix: str) -> list[str]:
     return [key for key in keys if record_id(key).startswith(id_prefix)]
 
 
-def open_store(kind: str, directory: Path | None, name: str = "failures", max_bytes: int | None = None) -> Store:
-    """Return the store that a setting names. Nothing is opened or created before its first use.
+def open_store(kind: str, directory: Path | None, signing_key: str | None = None) -> Store:
+    """Return the store for failures that a setting names. Nothing is opened or created before its first use.
 
     Args:
-        kind: "off", kept in this process only; or "disk", kept in `directory`.
+        kind: "off", kept in this process only; "disk", kept in `directory`; or the URL of a Redis-protocol server,
+            kept in `directory` and there.
         directory: The cache folder; "off" does not use it.
-        name: Of the folder in it.
-        max_bytes: What it may hold on disk; the oldest make room. None: no limit.
+        signing_key: What plans on a server are signed with.
 
     Raises:
-        ValueError: `kind` is neither, or "disk" comes without a directory.
+        ValueError: `kind` is none of these, or no directory comes with it.
     """
     from .memory_store import MemoryStore
 
     if kind == "off":
         return MemoryStore(_MEMORY_BYTES)
-    if kind != "disk":
-        raise ValueError(f"a store is 'off' or 'disk', not {kind!r}")
+    return open_layers("failures", directory, open_remote(kind, signing_key))
+
+
+def open_remote(kind: str, signing_key: str | None = None) -> Store | None:
+    """Return the store on a server that `kind` names, to be shared by all layers over it; None for "disk".
+
+    Raises:
+        ValueError: `kind` is neither, or the URL cannot be used.
+    """
+    if kind == "disk":
+        return None
+    if "://" not in kind:
+        raise ValueError(
+            f"a store is 'off', 'disk' or a Redis-protocol server's URL (redis://, rediss://, unix://), not {kind!r}"
+        )
+    # redis is imported only here: a process without such a store does not pay for it.
+    from .remote_store import RemoteStore
+
+    return RemoteStore(kind, signing_key)
+
+
+def open_layers(
+    name: str, directory: Path | None, remote: Store | None = None, max_bytes: int | None = None
+) -> Layered:
+    """Return memory over the disk store ``directory/name``, over `remote`.
+
+    Args:
+        name: "failures", or "plans".
+        directory: The cache folder.
+        remote: A store that others share.
+        max_bytes: What the disk store may hold; the oldest make room. None: no limit.
+
+    Raises:
+        ValueError: There is no directory.
+    """
     if directory is None:
-        raise ValueError("a 'disk' store needs a directory")
+        raise ValueError("a 'disk' store, also one over a server, needs a directory")
     # diskcache is imported only here: a process without a disk store does not pay for it.
     from .disk_store import DiskStore
     from .layers import Layered
+    from .memory_store import MemoryStore
 
-    return Layered(MemoryStore(_MEMORY_BYTES), DiskStore(directory, name, max_bytes))
+    upper = MemoryStore(_MEMORY_BYTES), DiskStore(directory, name, max_bytes)
+    if remote is None:
+        return Layered(*upper)
+    return Layered(*upper, remote, is_current=_is_current if name == "failures" else None)
+
+
+def _is_current(value: bytes) -> bool:
+    """Whether a failure still stands: of one that lapsed here, another machine may have a newer record."""
+    try:
+        return FailureRecord.from_bytes(value).is_valid(time.time())
+    except DamagedRecordError:
+        return False
+
+
+def redacted(url: str) -> str:
+    """Return the URL without its user, password and options: for people, and for logs."""
+    scheme, mark, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    # A '?' in a password that was not written as %3F.
+    if not mark or "@" in query:
+        return f"{scheme}://***" if mark else "***"
+    _, at, host = place.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}"

@@ -628,15 +628,15 @@ def settings(as_json: bool) -> None:
 
 
 def settings_json() -> list[dict[str, Any]]:
-    """Every setting: name, variable, value, the value as the variable's text, meaning."""
+    """Every setting: name, variable, value, the value as the variable's text, meaning; no secrets."""
     chosen = settings_table.get()
     texts = chosen.to_environ()
     return [
         {
             "name": setting.name,
             "variable": setting.metadata["variable"],
-            "value": str(value) if isinstance(value := getattr(chosen, setting.name), Path) else value,
-            "text": texts[setting.metadata["variable"]],
+            "value": str(value) if isinstance(value := chosen.shown(setting.name), Path) else value,
+            "text": setting.metadata["show"](texts[setting.metadata["variable"]]),
             "meaning": setting.metadata["meaning"],
         }
         for setting in dataclasses.fields(chosen)
@@ -686,7 +686,9 @@ def _require_cache() -> None:
 
 def _place() -> str:
     chosen = settings_table.get()
-    return f"in {chosen.directory()}" if chosen.cache == "disk" else "SIDESTEP_CACHE=off keeps none between processes"
+    if chosen.cache == "off":
+        return "SIDESTEP_CACHE=off keeps none between processes"
+    return f"in {chosen.directory()}" + ("" if chosen.cache == "disk" else f" and {chosen.shown('cache')}")
 
 
 def _clean(text: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .backends import registry
+from .cache import open_remote, redacted
 from .errors import SettingError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
@@ -31,8 +32,12 @@ def _switch(text: str) -> bool:
 
 
 def _cache(text: str) -> str:
-    if text not in ("off", "disk"):
-        raise ValueError("expected 'disk' or 'off'")
+    if text != "off" and (text == "disk" or "://" in text):
+        open_remote(text)  # connects to nothing; an URL that cannot be used is told now, not in the first call
+    elif text != "off":
+        raise ValueError(
+            "expected 'disk' or 'off', or the URL of a Redis-protocol server (redis://, rediss://, unix://)"
+        )
     return text
 
 
@@ -48,15 +53,26 @@ def _build(text: str) -> str:
     return text
 
 
+def _show_cache(text: str) -> str:
+    return redacted(text) if ":" in text else text
+
+
+def _key(text: str) -> str | None:
+    return text or None
+
+
 def _path(text: str) -> Path | None:
     return Path(text).expanduser().absolute() if text else None
 
 
-def _setting(default: Any, variable: str, parse: Callable[[str], Any], meaning: str) -> Any:
-    return field(default=default, metadata={"variable": variable, "parse": parse, "meaning": meaning})
+def _setting(
+    default: Any, variable: str, parse: Callable[[str], Any], meaning: str, show: Callable[[str], str] = str
+) -> Any:
+    """A field; `show` leaves out of the variable's text what nobody but its reader may see."""
+    return field(default=default, metadata={"variable": variable, "parse": parse, "meaning": meaning, "show": show})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Settings:
     """The settings of a process; each field's metadata names its variable and says what it means."""
 
@@ -66,7 +82,13 @@ class Settings:
         _names,
         "names in the order in which they are tried, separated by commas; one name is strict (no fallback)",
     )
-    cache: str = _setting("disk", "SIDESTEP_CACHE", _cache, "'disk', or 'off' for memory only")
+    cache: str = _setting(
+        "disk",
+        "SIDESTEP_CACHE",
+        _cache,
+        "'disk', 'off' for memory only, or redis://[[user]:password@]host[:port][/db], a server that machines share",
+        _show_cache,
+    )
     cache_dir: Path | None = _setting(
         None, "SIDESTEP_CACHE_DIR", _path, "the folder of the disk cache; the user's cache folder when empty"
     )
@@ -81,6 +103,13 @@ class Settings:
         "SIDESTEP_BUILD",
         _build,
         "'always', or 'never': what would have to be built goes to a backend that needs no build, as when serving",
+    )
+    signing_key: str | None = _setting(
+        None,
+        "SIDESTEP_SIGNING_KEY",
+        _key,
+        "a secret that the machines sharing a server have in common: plans from it load only when signed with it",
+        lambda text: "***" if text else "",
     )
     strict: bool = _setting(
         False, "SIDESTEP_STRICT", _switch, "1 raises an exception of kind `error` instead of falling back"
@@ -97,11 +126,21 @@ class Settings:
         for setting in fields(cls):
             variable = setting.metadata["variable"]
             if variable in environ:
-                values[setting.name] = _parsed(variable, environ[variable], setting.metadata["parse"])
+                values[setting.name] = _parsed(variable, environ[variable], setting.metadata)
         return cls(**values)
 
+    def __repr__(self) -> str:
+        """The fields, without secrets."""
+        return f"Settings({', '.join(f'{setting.name}={self.shown(setting.name)!r}' for setting in fields(self))})"
+
+    def shown(self, name: str) -> Any:
+        """The value of a field as it may be shown; the others are as they are."""
+        value = getattr(self, name)
+        show = next(setting.metadata["show"] for setting in fields(self) if setting.name == name)
+        return value if show is str or value is None else show(value)
+
     def to_environ(self) -> dict[str, str]:
-        """The variables that give another process these settings."""
+        """The variables that give another process these settings, secrets included."""
         result = {}
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -112,8 +151,12 @@ class Settings:
             result[setting.metadata["variable"]] = "" if value is None else str(value)
         return result
 
+    def disk(self) -> Path | None:
+        """The folder of the disk cache; None when nothing is kept."""
+        return None if self.cache == "off" else self.directory()
+
     def directory(self) -> Path:
-        """The folder of the disk cache."""
+        """The folder of the disk cache, if there is to be one."""
         if self.cache_dir is not None:
             return self.cache_dir
         import platformdirs
@@ -121,11 +164,13 @@ class Settings:
         return Path(platformdirs.user_cache_dir("sidestep", appauthor=False))
 
 
-def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
+def _parsed(variable: str, text: str, metadata: Mapping[str, Any]) -> Any:
     try:
-        return parse(text)
+        return metadata["parse"](text)
     except ValueError as error:
-        raise SettingError(f"{variable}={text!r}: {error}") from None
+        # Of an URL that cannot be used nobody knows which part is the password.
+        shown = repr(text) if metadata["show"] is str or ":" not in text else "***"
+        raise SettingError(f"{variable}={shown}: {error}") from None
 
 
 _lock = threading.Lock()
@@ -160,7 +205,7 @@ def change(values: Mapping[str, Any]) -> Settings:
             text = str(int(text))
         elif not isinstance(text, str):
             text = "" if text is None else str(text)
-        parsed[name] = _parsed(f"configure({name}=...)", text, table[name]["parse"])
+        parsed[name] = _parsed(f"configure({name}=...)", text, table[name])
     updated = replace(get(), **parsed)
     with _lock:
         _current = updated

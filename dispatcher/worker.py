@@ -171,7 +171,7 @@ class Worker:
         started, clock = time.time(), time.perf_counter()
         deaths: list[str] = []
         # Without a cache the next child would know nothing of a death.
-        most = _MOST_DEATHS if settings.get().cache == "disk" else 1
+        most = _MOST_DEATHS if settings.get().disk() else 1
         while len(deaths) < most:
             environments: dict[str, Any] = {}
             try:
@@ -409,7 +409,7 @@ def _serve(request: Mapping[str, Any], problem: AttentionProblem, target: Target
             return
     send({"environments": environments})
     before, clock = counters.as_dict(), time.perf_counter()
-    tensors = _tensors(problem, target) if target.profile is None else None
+    tensors = random_tensors(problem, target) if target.profile is None else None
     decisions = selection.select(problem, order, target, tensors, strict=False).decisions
     grown = {name: value - before[name] for name, value in counters.as_dict().items()}
     seconds = time.perf_counter() - clock
@@ -417,7 +417,7 @@ def _serve(request: Mapping[str, Any], problem: AttentionProblem, target: Target
     send({"decisions": list(map(to_json, decisions)), "seconds": seconds, "counters": grown})
 
 
-def _tensors(problem: AttentionProblem, target: Target) -> tuple[torch.Tensor | None, ...]:
+def random_tensors(problem: AttentionProblem, target: Target) -> tuple[torch.Tensor | None, ...]:
     """Random query, key, value and mask, with the problem's shapes, strides and dtypes."""
     import torch
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import sidestep
+from sidestep.scripts import report
 
 ROUNDS, CALLS = 41, 200
 Function = Callable[[], Any]
@@ -172,7 +171,7 @@ def bench_kernels(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
 def main() -> int:
     """Run every comparison, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.json"))
+    parser.add_argument("--output", type=Path, default=report.PLACE)
     output: Path = parser.parse_args().output
     if not torch.cuda.is_available():
         print("bench_overhead needs an NVIDIA GPU, and torch sees none here", file=sys.stderr)
@@ -198,18 +197,7 @@ def main() -> int:
                 "reached": times["sidestep"] <= bound,
             }
             print(f"{name:40} {results[name]}")
-    report = {
-        "schema": 1,
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_properties(0).name,
-        "torch": torch.__version__,
-        "cudnn": cudnn.backend_version(),
-        "cudnn_frontend": cudnn.__version__,
-        "python": sys.version.split()[0],
-        "rounds": ROUNDS,
-        "overhead": results,
-    }
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    report.keep(output, "overhead", {**report.circumstances(), "rounds": ROUNDS, "results": results})
     return 0 if all(result["reached"] for result in results.values()) else 1
 
 

@@ -231,12 +231,12 @@ def test_many_threads(tmp_path):
 def test_a_forked_child_opens_its_own(tmp_path):
     store = open_store("disk", tmp_path)
     store.set("parent", b"1")
-    parents = store._lower._opened[1]._con
+    parents = store._layers[1].store._opened[1]._con
     child = os.fork()
     if child == 0:
         try:
             store.set("child", b"2")
-            ok = store.get("parent") == b"1" and store._lower._opened[1]._con is not parents
+            ok = store.get("parent") == b"1" and store._layers[1].store._opened[1]._con is not parents
         finally:
             os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -113,7 +113,7 @@ def damage_header(record: PlanRecord) -> bytes:
 
 DAMAGE = {
     "cut": damage_header,
-    "empty": lambda record: b"",
+    "one byte": lambda record: b"x",
     "another key": lambda record: dataclasses.replace(record, key=record.key + "0").to_bytes(),
     "another environment": lambda record: dataclasses.replace(record, environment={"small": "0"}).to_bytes(),
     "another problem": lambda record: dataclasses.replace(record, problem={**record.problem, "scale": 2.0}).to_bytes(),
