@@ -72,7 +72,7 @@ def _setting(
     return field(default=default, metadata={"variable": variable, "parse": parse, "meaning": meaning, "show": show})
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Settings:
     """The settings of a process; each field's metadata names its variable and says what it means."""
 

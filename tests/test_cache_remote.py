@@ -213,11 +213,11 @@ def test_odd_things_on_the_server(server: Server, caplog: pytest.LogCaptureFixtu
 
 def test_prefixes_do_not_meet(server: Server) -> None:
     one, two = record(0), record(1)
-    a, b = RemoteStore(f"{server.url}?prefix=a*"), RemoteStore(f"{server.url}?prefix=a*:b")
+    a, b = RemoteStore(f"{server.url}?prefix=a[*"), RemoteStore(f"{server.url}?prefix=a[*:b")
     plain = RemoteStore(server.url)
     put(a, one)
     put(b, two)
-    assert sorted(server.client().keys()) == sorted([f"a*:{one.key}".encode(), f"a*:b:{two.key}".encode()])
+    assert sorted(server.client().keys()) == sorted([f"a[*:{one.key}".encode(), f"a[*:b:{two.key}".encode()])
     assert [list(store.keys()) for store in (a, b, plain)] == [[one.key], [two.key], []]
     assert (a.get(two.key), b.get(one.key), plain.get(one.key)) == (None, None, None)
     assert b.delete(one.key) is False
