@@ -462,16 +462,12 @@ def _runner(
     size = max(graph.get_workspace_size(), 1)
     kept = size <= _KEPT_WORKSPACE
     device = torch.device("cuda", index)
-    elsewhere = torch.cuda.device_count() > 1
     empty, byte, lanes = torch.empty, torch.uint8, _lanes
     # The raw number costs 0.1 us, torch.cuda.current_stream() 5; inductor's generated code calls it too.
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        if elsewhere and current_device() != index:
-            with torch.cuda.device(index):
-                return run(*given)
+    def launch(*given: torch.Tensor) -> list[torch.Tensor]:
         computed = [allocate() for allocate in allocations]
         lane, stream = lanes.own, current_stream(index)
         if lane.stream != stream or lane.index != index:
@@ -487,6 +483,15 @@ def _runner(
             pack(lane.pointers, 0, *map(data_ptr, given), *map(data_ptr, computed))
             raw(lane.address, count, data_ptr(workspace), lane.backend_handle, -1)
         return computed
+
+    if torch.cuda.device_count() == 1:
+        return launch
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        if current_device() == index:
+            return launch(*given)
+        with torch.cuda.device(index):
+            return launch(*given)
 
     return run
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from sidestep.scripts import report
 
-ROUNDS = 3
+ROUNDS = 2
 TOGETHER = 8
 # batch, heads, kv_heads, query length, key length, head size, causal
 _SHAPES = [
