@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import known_bad
 from .base import Direction, Plan, Progress, Target, Verdict
 from .layouts import SCALE, additive, last_strides, uneven_strides
 
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from ..problem import AttentionProblem, Layout
 
 # Raised when what the builder declares changes, so that records and plans of the old builder are not believed.
-BUILDER = 1
+BUILDER = 2
 
 # Tensor uids: our own, so that a deserialized plan is bound by the same numbers. Buffers are given in this order, in
-# which what a direction computes comes after what it is given.
-Q, K, V, BIAS, SEED, OFFSET, OUT, STATS, DO, DQ, DK, DV, DBIAS = range(1, 14)
+# which what a direction computes comes after what it is given, and what never changes after both.
+Q, K, V, BIAS, SEED, OFFSET, OUT, STATS, DO, DQ, DK, DV, DBIAS, QUERY_LENGTHS, KEY_LENGTHS = range(1, 16)
 
 
 class CudnnBackend:
@@ -41,7 +42,6 @@ class CudnnBackend:
     def rejects(self, problem: AttentionProblem) -> tuple[str, ...]:
         """See `Backend.rejects`: what a build cannot show, or must not be asked."""
         sizes = (problem.query.shape[3], problem.value.shape[3])
-        single = problem.dtype == "float32"
         rules = [
             (problem.device != "cuda", f"device {problem.device}: runs on cuda"),
             (problem.dtype == "float64", "float64"),
@@ -50,9 +50,6 @@ class CudnnBackend:
             (any(0 in layout.shape for layout in problem.inputs().values()), "a dimension of size 0"),
             # CUDA's limit for a grid's second and third dimension; found out while the plan is loaded (H200).
             (max(problem.query.shape[:2]) > 65535, "more than 65,535 batches or heads"),
-            # These build, run and leave NaN (docs/gpu-notes.md, 5).
-            (single and max(sizes) > 128, f"float32 with head size {max(sizes)} over 128"),
-            (single and problem.mask is not None, "float32 with a mask"),
             *last_strides(problem),
         ]
         if not any(size % 8 for size in sizes):
@@ -62,12 +59,7 @@ class CudnnBackend:
         if mask is not None:
             rules.append((mask.stride[3] not in (0, 1), f"mask: last stride {mask.stride[3]}, must be 1 or 0"))
         if mask is not None and mask.requires_grad:
-            # The bias is declared with its query dimension expanded (docs/gpu-notes.md, 4); a dBias of that form is
-            # refused, and the unexpanded form builds and gives wrong dQ, dK, dV.
-            rules += [
-                (mask.shape[2] == 1 != problem.query.shape[2], "gradient of a mask whose query dimension is 1"),
-                (mask.dtype != problem.dtype, f"gradient of a {mask.dtype} mask over {problem.dtype}"),
-            ]
+            rules.append((mask.dtype != problem.dtype, f"gradient of a {mask.dtype} mask over {problem.dtype}"))
         return tuple(reason for fails, reason in rules if fails)
 
     def versions(self) -> dict[str, str | int]:
@@ -77,7 +69,27 @@ class CudnnBackend:
         return {"cudnn": cudnn.backend_version(), "cudnn_frontend": cudnn.__version__, "builder": BUILDER}
 
     def build(self, problem: AttentionProblem, target: Target, progress: Progress) -> Plan:
-        """See `Backend.build`. The backward comes first: it is refused more often, in milliseconds."""
+        """See `Backend.build`."""
+        progress.stage = "import"
+        return self.build_form(problem, target, progress, self._padded(problem, target))
+
+    def build_form(
+        self, problem: AttentionProblem, target: Target, progress: Progress, padded: frozenset[Direction]
+    ) -> Plan:
+        """As `build`, in a form of the graphs that the caller chooses.
+
+        The backward comes first: it is refused more often, in milliseconds.
+
+        Args:
+            problem: as for `build`.
+            target: as for `build`.
+            progress: as for `build`.
+            padded: the directions whose graph declares a padding mask with full lengths, which changes no number that
+                is right (docs/gpu-notes.md, 3).
+
+        Raises:
+            Exception: the frontend's own, as it is.
+        """
         progress.stage = "import"
         import cudnn  # noqa: F401 - an ImportError belongs to this stage
 
@@ -85,7 +97,7 @@ class CudnnBackend:
         graphs: dict[str, Any] = {}
         for direction in directions:
             progress.begin(direction)
-            graphs[direction] = _build(problem, direction, target, progress)
+            graphs[direction] = _build(problem, direction, target, progress, direction in padded)
         for direction in directions:
             progress.direction, progress.stage = direction, "serialize"
             graph = graphs[direction]
@@ -99,13 +111,23 @@ class CudnnBackend:
             return AbsentPlan()
         if progress.graphs:
             # As a later process will load it: the kernels are the same, and a call costs 3 us less (H200).
-            return self.load(problem, target, progress.graphs)
-        return CudnnPlan(problem, graphs, target.index)
+            return self._load(problem, target, progress.graphs, padded)
+        return CudnnPlan(problem, graphs, target.index, padded)
 
     def load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes]) -> Plan:
         """See `LoadingBackend.load`."""
         if target.profile is not None:
             return AbsentPlan()
+        return self._load(problem, target, graphs, self._padded(problem, target))
+
+    def _padded(self, problem: AttentionProblem, target: Target) -> frozenset[Direction]:
+        """The directions that rules want with a padding mask; where rules say otherwise, so does the manifest."""
+        facts = {**self.versions(), "compute_capability": _compute_capability(target)}
+        return known_bad.padded(self.name, problem, facts)
+
+    def _load(
+        self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes], padded: frozenset[Direction]
+    ) -> Plan:
         import cudnn
 
         handle, loaded = _handle(target.index), {}
@@ -113,7 +135,7 @@ class CudnnBackend:
         for direction, blob in graphs.items():
             loaded[direction] = cudnn.pygraph(handle=handle)
             loaded[direction].deserialize(handle, blob if takes_bytes else list(blob))
-        return CudnnPlan(problem, loaded, target.index)
+        return CudnnPlan(problem, loaded, target.index, padded)
 
     def verdict(self, error: Exception) -> Verdict:
         """A refusal is the frontend's own class, or a NOT_SUPPORTED status; without driver or NVRTC it is neither."""
@@ -125,6 +147,13 @@ class CudnnBackend:
         if isinstance(error, (cudnn.cudnnGraphNotSupportedError, NotImplementedError)):
             return "unsupported"
         return "unsupported" if isinstance(error, RuntimeError) and "NOT_SUPPORTED" in text else "error"
+
+
+def _compute_capability(target: Target) -> str:
+    """As the manifest has it: "9.0"."""
+    if target.profile is not None:
+        return "{}.{}".format(*divmod(target.profile.sm_version, 10))
+    return "{}.{}".format(*torch.cuda.get_device_capability(target.index))
 
 
 # What the texts name when the machine is lacking: the class is that of a real refusal (docs/gpu-notes.md, 9).
@@ -140,7 +169,7 @@ _NO_DEVICE = (
 )
 
 
-def _build(problem: AttentionProblem, direction: Direction, target: Target, progress: Progress) -> Any:
+def _build(problem: AttentionProblem, direction: Direction, target: Target, progress: Progress, padded: bool) -> Any:
     import cudnn
 
     progress.stage = "define"
@@ -159,7 +188,7 @@ def _build(problem: AttentionProblem, direction: Direction, target: Target, prog
         compute_data_type=cudnn.data_type.FLOAT,
         **device,
     )
-    (_define_forward if direction == "forward" else _define_backward)(graph, problem)
+    (_define_forward if direction == "forward" else _define_backward)(graph, problem, padded)
     for stage, step in (
         ("validate", graph.validate),
         ("build_operation_graph", graph.build_operation_graph),
@@ -218,8 +247,8 @@ def _declare(graph: Any, uid: int, name: str, shape: Sequence[int], stride: Sequ
     return graph.tensor(dim=list(shape), stride=list(stride), data_type=_types()[dtype], uid=uid, name=name)
 
 
-def _inputs(graph: Any, problem: AttentionProblem) -> dict[str, Any]:
-    """Query, key, value, scale, causality, bias and dropout: what both directions are told alike."""
+def _inputs(graph: Any, problem: AttentionProblem, padded: bool) -> dict[str, Any]:
+    """Query, key, value, scale, causality, bias, dropout and lengths: what both directions are told alike."""
     import cudnn
 
     def layout(uid: int, name: str, given: Layout) -> Any:
@@ -241,6 +270,12 @@ def _inputs(graph: Any, problem: AttentionProblem) -> dict[str, Any]:
             for uid, name in ((SEED, "philox_seed"), (OFFSET, "philox_offset"))
         )
         arguments["dropout"] = (problem.dropout_p, seed, offset)
+    if padded:
+        arguments["use_padding_mask"] = True
+        dim, stride = [problem.query.shape[0], 1, 1, 1], [1, 1, 1, 1]
+        for uid, name in ((QUERY_LENGTHS, "seq_len_q"), (KEY_LENGTHS, "seq_len_kv")):
+            kind = cudnn.data_type.INT32
+            arguments[name] = graph.tensor(dim=dim, stride=stride, data_type=kind, uid=uid, name=name)
     return arguments
 
 
@@ -262,17 +297,17 @@ def bias_layout(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, 
     return (batch, heads, rows, keys), (*stride[:2], stride[2] if queries == rows > 1 else 0, stride[3]), dtype
 
 
-def _define_forward(graph: Any, problem: AttentionProblem) -> None:
+def _define_forward(graph: Any, problem: AttentionProblem, padded: bool) -> None:
     import cudnn
 
-    output, stats = graph.sdpa(name="sdpa", is_inference=not problem.training, **_inputs(graph, problem))
+    output, stats = graph.sdpa(name="sdpa", is_inference=not problem.training, **_inputs(graph, problem, padded))
     _result(output, OUT, problem.output_shape, problem.output_stride, _types()[problem.dtype])
     if problem.training:
         _result(stats, STATS, *_stats(problem), cudnn.data_type.FLOAT)
 
 
-def _define_backward(graph: Any, problem: AttentionProblem) -> None:
-    arguments = _inputs(graph, problem)
+def _define_backward(graph: Any, problem: AttentionProblem, padded: bool) -> None:
+    arguments = _inputs(graph, problem, padded)
     shape, stride = problem.output_shape, problem.output_stride
     arguments["o"] = _declare(graph, OUT, "output", shape, stride, problem.dtype)
     arguments["dO"] = _declare(graph, DO, "grad_output", shape, stride, problem.dtype)
@@ -376,7 +411,9 @@ class CudnnPlan:
     the caller's thread has just used comes from another core's cache (10 us of a tiny backward's 65 on an H200).
     """
 
-    def __init__(self, problem: AttentionProblem, graphs: Mapping[str, Any], index: int) -> None:
+    def __init__(
+        self, problem: AttentionProblem, graphs: Mapping[str, Any], index: int, padded: frozenset[Direction]
+    ) -> None:
         mask = problem.mask
         dtype = self._dtype = getattr(torch, problem.dtype)
         self._dropout = problem.dropout_p > 0
@@ -385,17 +422,21 @@ class CudnnPlan:
         new = functools.lru_cache(functools.partial(_allocation, index))  # layouts that are the same share one
         self._new_output = new(problem.output_shape, problem.output_stride, dtype)
         optional = ([BIAS] if mask is not None else []) + ([SEED, OFFSET] if self._dropout else [])
+        lengths = _full_lengths(problem, index) if padded else {}
         results = {OUT: self._new_output}
         if problem.training:
             results[STATS] = new(*_stats(problem), torch.float32)
-        self._forward = _runner(graphs["forward"], [Q, K, V, *optional], results, index)
+        constants = lengths if "forward" in padded else {}
+        self._forward = _runner(graphs["forward"], [Q, K, V, *optional], results, constants, index)
         if problem.training:
             inputs = (problem.query, problem.key, problem.value)
             grads = {uid: new(t.shape, t.dense(), dtype) for uid, t in zip((DQ, DK, DV), inputs, strict=True)}
             if mask is not None and mask.requires_grad:
                 grads[DBIAS] = new(mask.shape, mask.dense(), dtype)
             self._no_more = () if DBIAS in grads else (None,)
-            self._backward = _runner(graphs["backward"], [Q, K, V, *optional, OUT, STATS, DO], grads, index)
+            constants = lengths if "backward" in padded else {}
+            given = [Q, K, V, *optional, OUT, STATS, DO]
+            self._backward = _runner(graphs["backward"], given, grads, constants, index)
 
     def infer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
@@ -444,20 +485,49 @@ class CudnnPlan:
 _Allocation = Callable[[], torch.Tensor]
 
 
+def _full_lengths(problem: AttentionProblem, index: int) -> dict[int, torch.Tensor]:
+    """What a padding mask that hides nothing is given: the lengths of every query and key sequence, by uid."""
+    batch = problem.query.shape[0]
+    return {
+        QUERY_LENGTHS: _lengths(index, batch, problem.query.shape[2]),
+        KEY_LENGTHS: _lengths(index, batch, problem.key.shape[2]),
+    }
+
+
+@functools.cache
+def _lengths(index: int, batch: int, length: int) -> torch.Tensor:
+    """(B, 1, 1, 1) int32 on the device.
+
+    Never freed: a CUDA graph that captured a plan's kernels outlives the plan, and reads it at every replay.
+    """
+    device = torch.device("cuda", index)
+    with torch.utils._python_dispatch._disable_current_modes():  # the caller's may make it something else
+        lengths = torch.full((batch, 1, 1, 1), length, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # any stream may read it from now on
+    return lengths
+
+
 def _runner(
-    graph: Any, inputs: Sequence[int], results: dict[int, _Allocation], index: int
+    graph: Any,
+    inputs: Sequence[int],
+    results: dict[int, _Allocation],
+    constants: dict[int, torch.Tensor],
+    index: int,
 ) -> Callable[..., list[torch.Tensor]]:
     """Runs `graph` on the current stream of the device, on its inputs, and returns its results, newly allocated.
 
     Args:
         graph: built, or deserialized.
         inputs: uids of what the runner will be given, in order.
-        results: uids of what it computes, and how to allocate each; all uids together ascend.
+        results: uids of what it computes, and how to allocate each.
+        constants: uids of inputs that are the same in every call; all uids together ascend, in this order.
         index: of the device.
     """
-    uids = (*inputs, *results)
+    uids = (*inputs, *results, *constants)
     raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, uids)
     count, allocations = len(uids), tuple(results.values())
+    fixed = tuple(constants.values())
+    fixed_pointers = tuple(tensor.data_ptr() for tensor in fixed)
     pack, data_ptr = struct.Struct(f"{count}Q").pack_into, torch.Tensor.data_ptr
     size = max(graph.get_workspace_size(), 1)
     kept = size <= _KEPT_WORKSPACE
@@ -478,9 +548,9 @@ def _runner(
         else:
             workspace = empty(size, dtype=byte, device=device)
         if raw is None:
-            execute(lane.handle, workspace, (*given, *computed))
+            execute(lane.handle, workspace, (*given, *computed, *fixed))
         else:
-            pack(lane.pointers, 0, *map(data_ptr, given), *map(data_ptr, computed))
+            pack(lane.pointers, 0, *map(data_ptr, given), *map(data_ptr, computed), *fixed_pointers)
             raw(lane.address, count, data_ptr(workspace), lane.backend_handle, -1)
         return computed
 

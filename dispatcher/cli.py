@@ -627,6 +627,9 @@ def settings(as_json: bool) -> None:
         )
 
 
+_JSON = (str, int, float, tuple, type(None))  # as they are; files are texts
+
+
 def settings_json() -> list[dict[str, Any]]:
     """Every setting: name, variable, value, the value as the variable's text, meaning; no secrets."""
     chosen = settings_table.get()
@@ -635,7 +638,7 @@ def settings_json() -> list[dict[str, Any]]:
         {
             "name": setting.name,
             "variable": setting.metadata["variable"],
-            "value": str(value) if isinstance(value := chosen.shown(setting.name), Path) else value,
+            "value": value if isinstance(value := chosen.shown(setting.name), _JSON) else str(value),
             "text": setting.metadata["show"](texts[setting.metadata["variable"]]),
             "meaning": setting.metadata["meaning"],
         }

@@ -12,6 +12,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from .backends import known_bad
 from .events import logger, once
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def manifest(backend: Backend, device: str, target: Target) -> Manifest | None:
     Without a manifest nothing is kept and nothing is remembered.
     """
     try:
-        return {"schema": SCHEMA, **backend.versions(), **_device_fields(device, target)}
+        rules = known_bad.identity(backend.name)
+        return {"schema": SCHEMA, **backend.versions(), **rules, **_device_fields(device, target)}
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         if once(f"manifest {backend.name} {device}"):
             logger.info("%s: environment unreadable, so its failures are not kept: %r", backend.name, error)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import environment, failures, guards, plans, settings, stores
-from .backends import registry
+from .backends import known_bad, registry
 from .backends.base import Backend, GraphPlan, LoadingBackend, Plan, Progress, Target, Verdict
 from .cache import FailureRecord, Kind, PlanRecord, failure_key, plan_key, single_flight
 from .decisions import Chosen, Decision, Failed, Rejected, Remembered, Untried, describe
@@ -232,7 +232,11 @@ def _known(case: _Case) -> Decision | None:
     """What rules and records say, or None when only an attempt can tell."""
     if reasons := case.backend.rejects(case.problem):
         return Rejected(case.backend.name, reasons)
-    return _unusable.get(case.backend.name) or _remembered(case)
+    if case.backend.name in _unusable:
+        return _unusable[case.backend.name]
+    if reasons := known_bad.rejections(case.backend.name, case.problem, case.manifest or {}):
+        return Rejected(case.backend.name, reasons)
+    return _remembered(case)
 
 
 def _remembered(case: _Case) -> Remembered | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .backends import registry
+from .backends import known_bad, registry
 from .cache import open_remote, redacted
 from .errors import SettingError
 
@@ -65,6 +65,11 @@ def _path(text: str) -> Path | None:
     return Path(text).expanduser().absolute() if text else None
 
 
+def _rules(text: str) -> known_bad.RuleFile | None:
+    path = _path(text)
+    return None if path is None else known_bad.RuleFile(path, known_bad.load(path))
+
+
 def _setting(
     default: Any, variable: str, parse: Callable[[str], Any], meaning: str, show: Callable[[str], str] = str
 ) -> Any:
@@ -113,6 +118,9 @@ class Settings:
     )
     strict: bool = _setting(
         False, "SIDESTEP_STRICT", _switch, "1 raises an exception of kind `error` instead of falling back"
+    )
+    rules: known_bad.RuleFile | None = _setting(
+        None, "SIDESTEP_RULES", _rules, "a TOML file of known-bad rules, in the form of backends/known_bad.toml"
     )
 
     @classmethod
@@ -210,3 +218,6 @@ def change(values: Mapping[str, Any]) -> Settings:
     with _lock:
         _current = updated
     return updated
+
+
+known_bad.follow(lambda: get().rules)

@@ -24,7 +24,7 @@ from reference import BACKENDS, INPUTS, Result, assert_close, build, compare, er
 
 import sidestep
 from sidestep import failures
-from sidestep.backends import cudnn_graph, registry
+from sidestep.backends import cudnn_graph, known_bad, registry
 from sidestep.backends.base import GraphPlan, Progress, Target
 from sidestep.decisions import Failed, Rejected
 from sidestep.problem import AttentionProblem, Layout
@@ -83,9 +83,9 @@ def refused(case: dict[str, Any], device: str, backend: str) -> sidestep.NoBacke
 
 
 def by_cudnn_alone(case: dict[str, Any]) -> Result:
-    """Output and gradients of the argument tensors from cuDNN's graphs, whatever the rules say; on the GPU."""
+    """Output and gradients of the argument tensors from cuDNN's graphs, without rules and remedies; on the GPU."""
     asked, inputs = problem(case, "cuda"), build(case, "cuda", scales(case)[0])
-    plan = registry.get("cudnn").build(asked, Target(0), Progress())
+    plan = cudnn_graph.CudnnBackend().build_form(asked, Target(0), Progress(), frozenset())
     leaves = {name: leaf.detach() for name, leaf in inputs.leaves.items()}
     given = inputs.arguments(leaves)
     mask = given.get("attn_mask")
@@ -424,7 +424,8 @@ def the_query_dimension_of_the_bias(case: dict[str, Any], device: str, counters:
 
 @states("cuDNN 9.19 builds this on sm_90 and leaves NaN")
 def cudnn_leaves_nan(case: dict[str, Any], device: str, counters: Counters) -> None:
-    assert registry.get("cudnn").rejects(problem(case, "cuda")) == ("float32 with head size 160 over 128",)
+    (reason,) = known_bad.rejections("cudnn", problem(case, "cuda"), {})
+    assert reason.startswith("float32 with a value's head size over 128: ")
     refusal = refused(case, device, "cudnn")
     assert refusal is not None
     assert isinstance(refusal.decisions[0], Rejected)
@@ -514,23 +515,13 @@ def slices_of_one_buffer(case: dict[str, Any], device: str, counters: Counters) 
 
 # --- the tests ------------------------------------------------------------------------------------------------------
 
-LATER = {
-    # Rules against wrong numbers, with their remedies, are a later issue's (docs/gpu-notes.md, 3); seen on an H200.
-    (name, "finite gradients equal to the reference", "cuda"): (
-        "cuDNN 9.19's backward gives NaN here (docs/gpu-notes.md, 3); rules against wrong numbers are a later issue"
-    )
-    for name in ("nan-dq-704", "nan-dq-1088-head-128", "nan-dk-dv-one-query")
-}
-
 
 def parameters(case: dict[str, Any], statement: str | None) -> Iterator[Any]:
     """The case on each device on which it means something."""
     for device in ("cpu", "cuda"):
         if device == "cpu" and case["device"] == "cuda":
             continue
-        marks: list[Any] = [pytest.mark.gpu] if device == "cuda" else []
-        if (reason := LATER.get((case["id"], statement or "", device))) is not None:
-            marks.append(pytest.mark.xfail(strict=True, reason=reason))
+        marks = [pytest.mark.gpu] if device == "cuda" else []
         values = (case, device) if statement is None else (case, statement, device)
         yield pytest.param(*values, marks=marks, id="-".join(filter(None, (case["id"], statement, device))))
 
@@ -567,4 +558,3 @@ def test_every_statement_has_its_check() -> None:
     stated = [statement for case in CASES for statement in case["expect"]]
     assert (len(CASES), len(stated)) == (43, 66)
     assert set(stated) == set(CHECKS)
-    assert {(case["id"], s, "cuda") for case in CASES for s in case["expect"]} >= set(LATER)
