@@ -272,7 +272,7 @@ class DiskStore:
         with self._cache() as cache:
             return bool(cache.delete(key))
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
         """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse."""
         compare, order = ("<", "DESC") if newest_first else (">", "ASC")
         select = (

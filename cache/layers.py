@@ -65,7 +65,7 @@ class Layered:
                 self._give_up(error)
         return self._upper.delete(key) or found
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
         """Iterate over the lower store's keys (all that is in the upper one went there too), or else the upper's."""
         listed = False
         if self._usable:

@@ -36,8 +36,11 @@ class Store(Protocol):
     def delete(self, key: str) -> bool:
         """Delete the value; return whether there was one."""
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
-        """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse."""
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
+        """Iterate over the keys that begin with `prefix`.
+
+        They come in the order in which they were last set (False), in its reverse (True), or as is quickest (None).
+        """
 
     def close(self) -> None:
         """Let go of files and connections. A closed store opens again when it is used."""
@@ -57,7 +60,7 @@ def check_item(key: object, value: object = b"") -> None:
 
 def find_by_id(store: Store, id_prefix: str) -> list[str]:
     """Return the keys whose record id begins with `id_prefix`; looks at every key."""
-    keys = store.keys()
+    keys = store.keys(newest_first=None)
     return [key for key in keys if record_id(key).startswith(id_prefix)]
 
 
