@@ -210,7 +210,7 @@ def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> bytes:
         raise StoreError(f"The bundle {path} cannot be read any more: {error}. Is its disk still there?") from error
     except _DAMAGE as error:
         raise DamagedRecordError(f"{type(error).__name__}: {error}") from error
-    if len(data) != info.file_size:
+    if len(data) != info.file_size or not data:
         raise DamagedRecordError(f"it has {len(data)} bytes, of {info.file_size}")
     return data
 

@@ -135,9 +135,9 @@ def newer(one: Record, other: Record) -> Record:
     of plans the later one.
     """
     if isinstance(one, FailureRecord) and isinstance(other, FailureRecord):
-        last = max(one, other, key=lambda record: (record.kind == "denied", record.last_time, record.to_bytes()))
-        first_time, count = min(one.first_time, other.first_time), max(one.count, other.count)
-        return dataclasses.replace(last, first_time=first_time, count=count)
+        history = {"first_time": min(one.first_time, other.first_time), "count": max(one.count, other.count)}
+        both = [dataclasses.replace(record, **history) for record in (one, other)]
+        return max(both, key=lambda record: (record.kind == "denied", record.last_time, record.to_bytes()))
     assert isinstance(one, PlanRecord)
     assert isinstance(other, PlanRecord)
     return max(one, other, key=lambda record: (record.time, record.to_bytes()))
@@ -259,6 +259,15 @@ def info(file: Path | None = None) -> Report:
                     with contextlib.suppress(DamagedRecordError):
                         group.fields = check(key, data).environment
     return report
+
+
+def clear(kinds: Sequence[str]) -> dict[str, int]:
+    """Delete all that the cache's own stores of these kinds hold, and return how many values that was."""
+    counts = {}
+    for kind in kinds:
+        with _own(kind) as store:
+            counts[kind] = sum(map(store.delete, list(store.keys(newest_first=None))))
+    return counts
 
 
 def locate(groups: Iterable[Group]) -> None:

@@ -103,6 +103,23 @@ def cache_info(file: Path | None, as_json: bool) -> None:
         click.echo(f"{file or cli._place()}: {_totals(report)}", err=True)
 
 
+@cache.command("clear")
+@click.option("--failures", is_flag=True, help="All failure records.")
+@click.option("--plans", is_flag=True, help="All plans, and the list of wanted ones.")
+@click.option("--all", "everything", is_flag=True, help="Both.")
+@cli._json
+def cache_clear(failures: bool, plans: bool, everything: bool, as_json: bool) -> None:
+    """Delete what the cache holds; bundles stay as they are. The files keep their size for what comes next."""
+    chosen = (failures or everything, plans or everything)
+    if not any(chosen):
+        raise click.UsageError("give --failures, --plans, or --all")
+    counts = bundles.clear([kind for kind, wanted in zip(KINDS, chosen, strict=True) if wanted])
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "items": [{"kind": kind, "deleted": n} for kind, n in counts.items()]}))
+    else:
+        click.echo(f"deleted: {', '.join(f'{kind} {n}' for kind, n in counts.items())} ({cli._place()})", err=True)
+
+
 def place_text(report: bundles.Report) -> list[str]:
     """Where the records of an import are good for anything, for people."""
     groups = list(report.groups.values())
@@ -121,7 +138,9 @@ def place_text(report: bundles.Report) -> list[str]:
         else:
             lines.append(f"  {group.backend} on {device}: there is no such device, or not this backend, here")
     if report.total("plans"):
-        lines.append("plans are native code, which runs on the GPU when they are used: undo with SIDESTEP_CACHE_DIR")
+        lines.append(
+            "plans are native code that the GPU will run; if you do not trust them: sidestep cache clear --plans"
+        )
     return [cli._clean(line) for line in lines]
 
 
