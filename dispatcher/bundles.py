@@ -135,8 +135,8 @@ def newer(one: Record, other: Record) -> Record:
     of plans the later one.
     """
     if isinstance(one, FailureRecord) and isinstance(other, FailureRecord):
-        history = {"first_time": min(one.first_time, other.first_time), "count": max(one.count, other.count)}
-        both = [dataclasses.replace(record, **history) for record in (one, other)]
+        first_time, count = min(one.first_time, other.first_time), max(one.count, other.count)
+        both = [dataclasses.replace(record, first_time=first_time, count=count) for record in (one, other)]
         return max(both, key=lambda record: (record.kind == "denied", record.last_time, record.to_bytes()))
     assert isinstance(one, PlanRecord)
     assert isinstance(other, PlanRecord)

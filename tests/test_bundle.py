@@ -267,7 +267,7 @@ def patched(path: Path, name: str, central: int, local: int, value: bytes) -> No
     path.write_bytes(data)
 
 
-BAD = failure(1)
+BAD = failure(1, last_time=1.7e9)
 
 
 def changed(**changes: Any) -> Callable[[Path], None]:
