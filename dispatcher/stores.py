@@ -13,6 +13,7 @@ from .events import logger, once
 
 _lock = threading.Lock()
 _open: dict[str, Store] = {}
+_read: dict[str, BundleStore] = {}  # bundles, each opened once for both stores
 
 
 def get(name: str) -> Store:
@@ -34,7 +35,7 @@ def _bundles(name: str) -> list[BundleStore]:
     """The bundles of SIDESTEP_BUNDLE that can be read; one warning for each of the others."""
     found = []
     for path in settings.get().bundle:
-        bundle = BundleStore(Path(path))
+        bundle = _read.setdefault(path, BundleStore(Path(path)))
         try:
             bundle.open()
         except StoreError as error:
@@ -107,6 +108,7 @@ def reset() -> None:
         for store in _open.values():
             store.close()
         _open.clear()
+        _read.clear()
 
 
 def usable(name: str) -> bool:
