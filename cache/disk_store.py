@@ -272,8 +272,11 @@ class DiskStore:
         with self._cache() as cache:
             return bool(cache.delete(key))
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
-        """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse."""
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
+        """Iterate over the keys that begin with `prefix`: see `Store`."""
+        if newest_first is None:
+            yield from self._keys_of_index(prefix)
+            return
         compare, order = ("<", "DESC") if newest_first else (">", "ASC")
         select = (
             f"SELECT rowid, key FROM Cache WHERE rowid {compare} ? AND raw = 1 AND typeof(key) = 'text'"
@@ -290,6 +293,23 @@ class DiskStore:
             for _, key in rows:
                 yield key
             rowid = rows[-1][0]
+
+    def _keys_of_index(self, prefix: str) -> Iterator[str]:
+        """Iterate over the keys by their index, a fortieth of the database: its rows lie among the values."""
+        # Bytes: a key that is not UTF-8 would come back as another one, and the next page begin at the wrong place.
+        select = (
+            "SELECT CAST(key AS BLOB) FROM Cache INDEXED BY Cache_key_raw WHERE key {} CAST(? AS TEXT) AND raw = 1"
+            f" AND typeof(key) = 'text' AND substr(key, 1, ?) = ? ORDER BY key LIMIT {_PAGE}"
+        )
+        last, compare = prefix.encode(), ">="
+        while True:
+            with self._cache() as cache:
+                rows = cache._con.execute(select.format(compare), (last, len(prefix), prefix)).fetchall()
+            if not rows:
+                return
+            for (key,) in rows:
+                yield key.decode("utf-8", "replace")
+            (last,), compare = rows[-1], ">"
 
     def close(self) -> None:
         """Close this thread's connection."""

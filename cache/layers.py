@@ -43,8 +43,8 @@ class Layered:
 
     @property
     def usable(self) -> bool:
-        """Whether no layer was given up."""
-        return all(layer.usable for layer in self._layers)
+        """Whether no layer that is written was given up."""
+        return all(layer.usable for layer in self._layers if layer.writable)
 
     def get(self, key: str) -> bytes | None:
         """Return the value, or None."""
@@ -52,7 +52,8 @@ class Layered:
         if value is None:
             self._layers[0].store.delete(key)
             return None
-        for layer in self._layers[:place]:
+        # What lies on this machine anyway needs no copy on its disk.
+        for layer in self._layers[: place if self._layers[place].writable else 1]:
             layer.set(key, value)
         return value or None
 
@@ -72,7 +73,7 @@ class Layered:
                     above.set(key, b"")
         return found
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
         """Iterate over the keys of all layers without repeats: the upper layers' first, in the order of each."""
         asked: list[_Layer] = []
         answered = False

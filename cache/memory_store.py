@@ -43,7 +43,7 @@ class MemoryStore:
         with self._lock:
             return self._drop(key)
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
         """Iterate over the keys of this moment that begin with `prefix`."""
         with self._lock:
             keys = [key for key, value in self._values.items() if value and key.startswith(prefix)]

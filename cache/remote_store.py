@@ -144,7 +144,7 @@ class RemoteStore:
             return bool(client.delete(self._prefix + key))
         return False
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
         """Iterate over the keys that begin with `prefix`, in no order, as far as five seconds of SCAN go."""
         start = self._prefix + prefix
         pattern = re.sub(r"([][*?\\^-])", r"\\\1", start) + "*"

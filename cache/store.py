@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,10 +44,10 @@ class Store(Protocol):
     def delete(self, key: str) -> bool:
         """Delete the value; return whether there was one."""
 
-    def keys(self, prefix: str = "", newest_first: bool = False) -> Iterator[str]:
-        """Iterate over the keys that begin with `prefix`, in the order in which they were last set, or its reverse.
+    def keys(self, prefix: str = "", newest_first: bool | None = False) -> Iterator[str]:
+        """Iterate over the keys that begin with `prefix`; those whose value is empty are left out.
 
-        Those whose value is empty are left out.
+        They come in the order in which they were last set (False), in its reverse (True), or as is quickest (None).
         """
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def check_item(key: object, value: object = b"") -> None:
 
 def find_by_id(store: Store, id_prefix: str) -> list[str]:
     """Return the keys whose record id begins with `id_prefix`; looks at every key."""
-    keys = store.keys()
+    keys = store.keys(newest_first=None)
     return [key for key in keys if record_id(key).startswith(id_prefix)]
 
 
@@ -88,7 +88,10 @@ def open_store(kind: str, directory: Path | None, signing_key: str | None = None
 
     if kind == "off":
         return MemoryStore(_MEMORY_BYTES)
-    return open_layers("failures", directory, open_remote(kind, signing_key))
+    remote = open_remote(kind, signing_key)
+    if directory is None:
+        raise ValueError("a 'disk' store, also one over a server, needs a directory")
+    return open_layers("failures", directory, remote=remote)
 
 
 def open_remote(kind: str, signing_key: str | None = None) -> Store | None:
@@ -110,30 +113,34 @@ def open_remote(kind: str, signing_key: str | None = None) -> Store | None:
 
 
 def open_layers(
-    name: str, directory: Path | None, remote: Store | None = None, max_bytes: int | None = None
+    name: str,
+    directory: Path | None,
+    bundles: Sequence[Store] = (),
+    remote: Store | None = None,
+    max_bytes: int | None = None,
 ) -> Layered:
-    """Return memory over the disk store ``directory/name``, over `remote`.
+    """Return memory over the disk store ``directory/name``, over `bundles`, over `remote`.
 
     Args:
         name: "failures", or "plans".
-        directory: The cache folder.
+        directory: The cache folder; None for no disk store.
+        bundles: Stores that are only read.
         remote: A store that others share.
         max_bytes: What the disk store may hold; the oldest make room. None: no limit.
-
-    Raises:
-        ValueError: There is no directory.
     """
-    if directory is None:
-        raise ValueError("a 'disk' store, also one over a server, needs a directory")
-    # diskcache is imported only here: a process without a disk store does not pay for it.
-    from .disk_store import DiskStore
     from .layers import Layered
     from .memory_store import MemoryStore
 
-    upper = MemoryStore(_MEMORY_BYTES), DiskStore(directory, name, max_bytes)
+    layers: list[Store] = [MemoryStore(_MEMORY_BYTES)]
+    if directory is not None:
+        # diskcache is imported only here: a process without a disk store does not pay for it.
+        from .disk_store import DiskStore
+
+        layers.append(DiskStore(directory, name, max_bytes))
+    layers += bundles
     if remote is None:
-        return Layered(*upper)
-    return Layered(*upper, remote, is_current=_is_current if name == "failures" else None)
+        return Layered(*layers)
+    return Layered(*layers, remote, is_current=_is_current if name == "failures" else None)
 
 
 def _is_current(value: bytes) -> bool:

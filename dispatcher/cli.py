@@ -8,6 +8,7 @@ need them: a listing must not wait.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 import sys
@@ -710,3 +711,6 @@ def _iso(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):  # a planted time beyond the year 9999
         return f"{seconds:g} s since 1970"
+
+
+importlib.import_module(".cache_cli", __package__)  # adds `sidestep cache` with the group and the printers from above

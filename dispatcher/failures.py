@@ -118,7 +118,7 @@ def intent(key: str | None) -> Iterator[None]:
 
 def records(newest_first: bool = True) -> Iterator[FailureRecord]:
     """Every readable record."""
-    for key in list(store().keys("failure/", newest_first)):
+    for key in store().keys("failure/", newest_first):
         record = _read(key)
         if record is not None:
             yield record

@@ -172,7 +172,7 @@ class AttentionProblem:
         """Whether `data`, JSON that anybody may have written, stands for this problem."""
         try:
             return AttentionProblem.from_json(data) == self
-        except ValueError:
+        except (ValueError, OverflowError):  # a whole number that is too large for a float
             return False
 
     def digest(self) -> str:

@@ -65,6 +65,10 @@ def _path(text: str) -> Path | None:
     return Path(text).expanduser().absolute() if text else None
 
 
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(str(Path(path.strip()).expanduser().absolute()) for path in text.split(",") if path.strip())
+
+
 def _rules(text: str) -> known_bad.RuleFile | None:
     path = _path(text)
     return None if path is None else known_bad.RuleFile(path, known_bad.load(path))
@@ -102,6 +106,12 @@ class Settings:
         "SIDESTEP_PLAN_BYTES",
         _bytes,
         "bytes of built plans on disk (a plan has some 30 kB for each direction); the oldest make room",
+    )
+    bundle: tuple[str, ...] = _setting(
+        (),
+        "SIDESTEP_BUNDLE",
+        _paths,
+        "bundles (`sidestep cache export`) read beneath the cache, separated by commas; the first has precedence",
     )
     build: str = _setting(
         "always",

@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import settings
-from .cache import Layered, Store, open_layers, open_remote, open_store
+from .cache import Layered, Store, StoreError, open_layers, open_remote
+from .cache.bundle import BundleStore
+from .events import logger, once
 
 _lock = threading.Lock()
-_open: dict[str, Store] = {}
+_open: dict[str, Layered] = {}
+_read: dict[str, BundleStore] = {}  # bundles, each opened once for both stores
 _remote: Store | None = None  # one for both: whether a server answers is found out once
 
 
-def get(name: str) -> Store:
+def get(name: str) -> Layered:
     """The store of that name: `failures` or `plans`. The first is never evicted, whatever the other needs."""
     with _lock:
         if name not in _open:
-            _open[name] = _new(name)
+            _open[name] = _new(name, _bundles(name))
         return _open[name]
 
 
-def _new(name: str) -> Store:
+def open_own(name: str) -> Layered:
+    """The cache's own store of that name, opened anew, without the bundles of SIDESTEP_BUNDLE."""
+    with _lock:
+        return _new(name, ())
+
+
+def _new(name: str, bundles: Sequence[Store]) -> Layered:
     global _remote
     chosen = settings.get()
-    if chosen.cache == "off":
-        return open_store("off", None)
-    _remote = _remote or open_remote(chosen.cache, chosen.signing_key)
-    return open_layers(name, folder(), _remote, chosen.plan_bytes if name == "plans" else None)
+    if _remote is None and chosen.cache != "off":
+        _remote = open_remote(chosen.cache, chosen.signing_key)
+    return open_layers(name, folder(), bundles, _remote, chosen.plan_bytes if name == "plans" else None)
+
+
+def _bundles(name: str) -> list[BundleStore]:
+    """The bundles of SIDESTEP_BUNDLE that can be read; one warning for each of the others."""
+    found = []
+    for path in settings.get().bundle:
+        bundle = _read.setdefault(path, BundleStore(Path(path)))
+        try:
+            bundle.open()
+        except StoreError as error:
+            if once(f"bundle {path}"):
+                logger.warning("%s", error)
+            continue
+        count, reason = bundle.distrusted_plans()
+        if count and name == "plans" and once(f"plans of bundle {path}"):
+            logger.warning("%d plans of the bundle %s are not used: they are native code, and %s.", count, path, reason)
+        found.append(bundle)
+    return found
 
 
 def folder() -> Path | None:
@@ -42,6 +69,7 @@ def reset() -> None:
         for store in _open.values():
             store.close()
         _open.clear()
+        _read.clear()
         _remote = None
 
 
@@ -50,5 +78,4 @@ def usable(name: str) -> bool:
 
     A server that does not answer is not asked about: it may come back, and the disk has what it misses.
     """
-    opened = get(name)
-    return not isinstance(opened, Layered) or opened.usable
+    return get(name).usable

@@ -231,7 +231,7 @@ def test_a_signed_plan_loads(server: Server, tmp_path: Path) -> None:
     RemoteStore(server.url, KEY).set(PLAN, b"graph")
     expected = hmac.new(KEY.encode(), b"sidestep plan 14:plan/e/cudnn/pgraph", hashlib.sha256).hexdigest()
     assert server.client().get(f"sidestep:{PLAN}") == f"{expected}\ngraph".encode()
-    store = open_layers("plans", tmp_path, RemoteStore(server.url, KEY))
+    store = open_layers("plans", tmp_path, remote=RemoteStore(server.url, KEY))
     assert store.get(PLAN) == b"graph"
     assert DiskStore(tmp_path, "plans").get(PLAN) == b"graph"
     assert list(store.keys("plan/")) == [PLAN]
@@ -251,7 +251,7 @@ def test_other_plans_are_refused(server: Server, how: str, tmp_path: Path, caplo
         "no signature": b"\ngraph",
     }
     client.set(f"sidestep:{key}", changed.get(how, good))
-    store = open_layers("plans", tmp_path, RemoteStore(server.url, KEY))
+    store = open_layers("plans", tmp_path, remote=RemoteStore(server.url, KEY))
     for _ in range(3):
         assert store.get(key) is None
     assert DiskStore(tmp_path, "plans").get(key) is None
@@ -264,7 +264,7 @@ def test_without_a_signing_key_plans_stay_here(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RemoteStore(server.url, KEY).set(PLAN, b"graph")
-    store = open_layers("plans", tmp_path, RemoteStore(server.url))
+    store = open_layers("plans", tmp_path, remote=RemoteStore(server.url))
     assert store.get(PLAN) is None
     assert list(store.keys()) == []
     store.set(PLAN, b"mine")

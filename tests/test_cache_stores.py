@@ -1,5 +1,6 @@
 """Stores at work: what every store does, and many processes and threads on one folder."""
 
+import contextlib
 import multiprocessing
 import os
 import sqlite3
@@ -59,6 +60,29 @@ def test_keys_are_in_the_order_in_which_they_were_last_set(store):
     assert list(store.keys("even/", newest_first=True)) == expected[::-1]
     assert list(store.keys("ev_n/")) == []
     assert len(list(store.keys())) == 2500
+
+
+def test_keys_in_any_order(store):
+    expected = {f"{'even' if number % 2 == 0 else 'odd'}/{number}" for number in range(2500)}
+    for key in expected:
+        store.set(key, b"x")
+    assert sorted(store.keys(newest_first=None)) == sorted(expected)
+    assert sorted(store.keys("odd/", newest_first=None)) == sorted(key for key in expected if key.startswith("odd/"))
+    assert list(store.keys("nothing/", newest_first=None)) == []
+
+
+def test_planted_keys_do_not_stop_a_listing(tmp_path):
+    store = DiskStore(tmp_path)
+    store.set("a", b"1")
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "failures" / "cache.db")) as con, con:
+        for key in (b"\xf5", b"\xff/", b"b"):
+            con.execute("INSERT INTO Cache (key, raw, value) VALUES (CAST(? AS TEXT), 1, x'31')", (key,))
+        con.execute(
+            "INSERT INTO Cache (key, raw, value) VALUES (7, 1, x'31'), (x'63', 1, x'31'), ('pickled', 0, x'31')"
+        )
+    for order in (None, False, True):
+        assert sorted(store.keys(newest_first=order)) == ["a", "b", "\ufffd", "\ufffd/"]
 
 
 def test_keys_while_they_are_deleted(store):
