@@ -1,9 +1,9 @@
-"""Sidestep's main job in one command: attention, refusals, a warm-up, and a second process that remembers.
+"""Sidestep's main job in one command: attention, refusals, a warm-up, and other processes that build nothing anew.
 
     python scripts/demo.py
 
 Without a GPU, attention runs on CPU tensors and the warm-up builds real cuDNN graphs for an H200 that is not here.
-With one, both run on it. Ends with 1 where a number is wrong, or the second process builds what the first saw refused.
+With one, both run on it. Ends with 1 where a number is wrong, or another process builds or tries what the first did.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import sidestep
 from sidestep import cli, failures, spec, warmup
-from sidestep.decisions import Chosen
+from sidestep.decisions import Chosen, Failed
 
 HERE = Path(__file__).resolve().parent
 SPEC = HERE / "demo.yaml"
-CACHE = HERE.parent / ".demo" / "cache"
+PLACE = HERE.parent / ".demo"
+CACHE = PLACE / "cache"
 # Largest difference over the largest magnitude of the float64 reference; gradients, which sum more terms, 3 times it.
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -117,20 +118,27 @@ def call(case: Case, device: str) -> bool:
     return right and isinstance(decisions[-1], Chosen)
 
 
-def second_process(device: str | None, order: list[str]) -> dict[str, Any]:
-    """The same warm-up by a new process, from the command line."""
-    command = [sys.executable, "-m", "sidestep", "warmup", str(SPEC), "--json", "--backends", ",".join(order)]
-    command += [] if device is None else ["--device", device]
-    env = {**os.environ, "SIDESTEP_CACHE_DIR": str(CACHE)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+def command(cache: Path, *arguments: str) -> str:
+    """What `sidestep ARGUMENTS` says, in a process of its own with that cache."""
+    env = {**os.environ, "SIDESTEP_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-m", "sidestep", *arguments], env=env, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"the second process ended with {done.returncode}:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+        raise SystemExit(f"sidestep {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def warm_up_again(cache: Path, device: str | None, order: list[str]) -> tuple[int, int, int]:
+    """The same warm-up in another process: what it built, loaded and passed over."""
+    arguments = ["warmup", str(SPEC), "--json", "--backends", ",".join(order)]
+    answer = json.loads(command(cache, *arguments, *([] if device is None else ["--device", device])))
+    for item in answer["items"]:
+        say(f"  {item['outcome']:<9}  builds {item['counters']['builds']}  {item['text']}")
+    stats = answer["stats"]
+    return stats["builds"], stats["loads"], stats["skipped_known_bad"]
 
 
 def main() -> int:
-    shutil.rmtree(CACHE, ignore_errors=True)
+    shutil.rmtree(PLACE, ignore_errors=True)
     CACHE.mkdir(parents=True, mode=0o700)
     sidestep.configure(cache_dir=CACHE)
     import torch
@@ -156,23 +164,26 @@ def main() -> int:
     refused = {outcome.item.problem.digest() for outcome in outcomes if outcome.served_by is None}
     ok = right and bool(refused) and len(refused) < len(outcomes) and not any(outcome.is_bug for outcome in outcomes)
 
+    known = sum(any(isinstance(d, Failed) for d in outcome.decisions) for outcome in outcomes)
+    expected = (0, len(outcomes) - len(refused), known)
     say("\n3. A second process, the same warm-up\n")
-    second = second_process(profile, order)
-    builds = dict.fromkeys(("refused", "served"), 0)
-    skipped = 0
-    for outcome, item in zip(outcomes, second["items"], strict=True):
-        builds["served" if outcome.served_by else "refused"] += item["counters"]["builds"]
-        skipped += item["counters"]["skipped_known_bad"]
-        say(f"  {item['outcome']:<9}  builds {item['counters']['builds']}  {item['text']}")
-    say(f"\n  of the {len(refused)} refused: builds {builds['refused']}, skipped_known_bad {skipped}, the rest by rule")
-    say(f"  of the {len(outcomes) - len(refused)} that build: builds {builds['served']}")
-    ok = ok and builds["refused"] == 0 and skipped > 0
+    second = warm_up_again(CACHE, profile, order)
+    say(f"\n  builds {second[0]}, loads {second[1]}, skipped_known_bad {second[2]}, the rest by rule")
 
     say("\n4. One record\n")
     record = next(failures.records())
     say(textwrap.indent(cli.record_text(record), "  "))
     say(f"\n  all of them:  SIDESTEP_CACHE_DIR={os.path.relpath(CACHE)} sidestep failures list")
-    say(f"\n{'Done: numbers right, nothing known bad built twice.' if ok else 'FAILED: see above.'}")
+
+    say("\n5. Another machine: export, import into an empty cache, the same warm-up\n")
+    bundle, other = str(PLACE / "warm.bundle"), PLACE / "imported"
+    command(CACHE, "cache", "export", bundle)
+    say(f"  {os.path.relpath(bundle)}: {Path(bundle).stat().st_size / 1e3:.0f} kB")
+    command(other, "cache", "import", bundle)
+    third = warm_up_again(other, profile, order)
+    say(f"\n  builds {third[0]}, loads {third[1]}, skipped_known_bad {third[2]}, the rest by rule")
+    ok = ok and second == third == expected
+    say(f"\n{'Done: numbers right, nothing built twice.' if ok else 'FAILED: see above.'}")
     return 0 if ok else 1
 
 
