@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import known_bad
+from . import cudnn_offline, known_bad
 from .base import Direction, Plan, Progress, Target, Verdict
 from .layouts import SCALE, additive, last_strides, uneven_strides
 
@@ -144,6 +144,8 @@ class CudnnBackend:
         text = str(error)
         if any(sign in text for sign in _NO_DEVICE):
             return "transient"
+        if "COMPILATION_FAILED" in text and not _nvrtc_works():
+            return "transient"
         if isinstance(error, (cudnn.cudnnGraphNotSupportedError, NotImplementedError)):
             return "unsupported"
         return "unsupported" if isinstance(error, RuntimeError) and "NOT_SUPPORTED" in text else "error"
@@ -163,10 +165,18 @@ _NO_DEVICE = (
     "cuda_get_device",
     "driver version is insufficient",
     "RUNTIME_PREREQUISITE_MISSING",
-    "NVRTC",
-    "INTERNAL_ERROR_COMPILATION_FAILED",
+    "Could not open libnvrtc",
     "NVIDIA driver",
 )
+
+
+def _nvrtc_works() -> bool:
+    """Whether a kernel that does not compile is cuDNN's fault (float32 with dropout, 9.19), not want of a compiler."""
+    try:
+        cudnn_offline.prove_nvrtc(80)  # any architecture that it still knows
+    except cudnn_offline.OfflineError:
+        return False
+    return True
 
 
 def _build(problem: AttentionProblem, direction: Direction, target: Target, progress: Progress, padded: bool) -> Any:

@@ -255,7 +255,7 @@ def activate(name_or_path: str) -> DeviceProfile:
                 "Set TMPDIR to a folder from which code may be executed"
             ) from error
     profile.device_property()  # a damaged profile shows here, not as a refused graph
-    _prove_nvrtc(profile.sm_version)
+    prove_nvrtc(profile.sm_version)
     return profile
 
 
@@ -380,7 +380,7 @@ def _compile(folder: Path, names: list[str], driver_version: int) -> Path:
     return library
 
 
-def _prove_nvrtc(sm_version: int) -> None:
+def prove_nvrtc(sm_version: int) -> None:
     """Load the NVRTC that cuDNN will ask for, and compile an empty kernel with it.
 
     cuDNN looks beside itself and then where the system looks; so does this, and a library that is loaded under its

@@ -561,6 +561,8 @@ def _summary(name: str, text: str) -> str:
     """One line: the class, and the reason, which the frontend puts behind its own words and a dump of the graph."""
     sign = next((sign for sign in ("Reason:", "the backend declined:") if sign in text), "")
     lines = (text.partition(sign)[2] if sign else text).strip().splitlines()
+    if lines and lines[0].endswith(":"):  # the reason comes after it
+        lines[0] = " ".join(map(str.strip, lines[:2]))
     return f"{name.rpartition('.')[2]}: {lines[0][:200]}" if lines else name
 
 

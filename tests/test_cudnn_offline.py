@@ -211,10 +211,10 @@ real = cudnn_offline._loaded_cudnn_folder()
 with tempfile.TemporaryDirectory() as driver:
     ctypes.CDLL(str(build_stand_in_driver(Path(driver))), mode=ctypes.RTLD_GLOBAL)
 cudnn_offline._loaded_cudnn_folder = lambda: Path(FOLDER)
-missing = offline_error(cudnn_offline._prove_nvrtc, 90)
+missing = offline_error(cudnn_offline.prove_nvrtc, 90)
 cudnn_offline._loaded_cudnn_folder = lambda: real
-report(missing=missing, too_new=offline_error(cudnn_offline._prove_nvrtc, 999),
-       good=offline_error(cudnn_offline._prove_nvrtc, 90))
+report(missing=missing, too_new=offline_error(cudnn_offline.prove_nvrtc, 999),
+       good=offline_error(cudnn_offline.prove_nvrtc, 90))
 """
     result = child(script.replace("FOLDER", repr(str(folder))))
     assert "libnvrtc.so.99" in result["missing"]

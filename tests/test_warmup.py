@@ -600,3 +600,17 @@ def test_a_bug_falls_back_with_a_warning_and_is_1(odd: Path) -> None:
     assert "odd_backends.py:" in warning
     assert "too many values to unpack" in warning
     assert only_record()["id"] in warning
+
+
+def test_a_kernel_that_does_not_compile_is_a_refusal(tmp_path: Path) -> None:
+    """CuDNN 9.19's own source for float32 with dropout: NVRTC works, so this is known, and not tried again."""
+    path = spec(
+        tmp_path,
+        "problems: [{batch: 1, heads: 1, query_length: 128, head_size: 32, dtype: float32, dropout: 0.1}]",
+    )
+    first, second = (sidestep("warmup", path, "--device", "h200", "--json", **cache_of(tmp_path)) for _ in range(2))
+    assert [run.items[0]["outcome"] for run in (first, second)] == ["refused", "known bad"]
+    (decision,) = first.items[0]["decisions"]
+    assert decision["kind"] == "unsupported"
+    assert "NVRTC" in decision["text"]
+    assert (first.json["stats"]["builds"], second.json["stats"]["builds"]) == (1, 0)
