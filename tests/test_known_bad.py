@@ -393,7 +393,7 @@ def test_the_remedy_on_another_stream_and_in_a_cuda_graph(queries: int, mask: bo
 
     def step() -> tuple[torch.Tensor, ...]:
         output = sidestep.scaled_dot_product_attention(query, key, value, bias, backends="cudnn")
-        # Detached, or the autograd graph stays, and with it the stream that it was made on, which a capture must not ask.
+        # Detached, or the autograd graph stays, and with it a stream that a capture must not ask.
         return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
     first = step()
