@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import environment, failures, settings
 from .backends import registry
-from .cache import failure_key
+from .cache import Kind, Origin, failure_key
 from .decisions import Decision, Failed, Remembered, from_json, to_json
 from .errors import SidestepError
 from .events import counters
@@ -116,6 +116,10 @@ class Worker:
         self._lock = threading.Lock()  # between stop() and a child that is just being started
         self._stopped = False
 
+    @property
+    def _built_on(self) -> Origin:
+        return "local" if self._device is None else "offline"
+
     def __enter__(self) -> Worker:
         """The worker itself."""
         return self
@@ -182,7 +186,12 @@ class Worker:
             except _HungError:
                 self._abort()
                 deaths.append(f"no answer within {timeout:g} s")
-                _keep_timeout(problem, environments, timeout, "local" if self._device is None else "offline")
+                how = f"the build ran past its limit of {timeout:g} s"
+                if not _keep_death(problem, environments, "timeout", how, timeout, self._built_on):
+                    raise WorkerError(
+                        f"no answer within {timeout:g} s for {problem}, and not in a build that a record could be kept "
+                        f"of (backends asked: {', '.join(environments) or 'none yet'}). A longer --timeout may help"
+                    ) from None
             except _DiedError as died:
                 if self._stopped:
                     for name, manifest in environments.items():
@@ -190,6 +199,8 @@ class Worker:
                             failures.pardon(_key(problem, name, manifest))
                     raise WorkerError(f"stopped while asking about {problem}") from died
                 deaths.append(str(died))
+                # The signal's name is known here alone; without a dump one death says nothing yet.
+                _keep_death(problem, environments, "crash", str(died), time.perf_counter() - clock, self._built_on)
             else:
                 return _answer(reply, started, time.perf_counter() - clock, deaths)
         raise WorkerError(
@@ -288,34 +299,34 @@ def _key(problem: AttentionProblem, backend: str, manifest: environment.Manifest
     return failure_key(environment.digest(manifest), backend, problem.digest())
 
 
-def _keep_timeout(problem: AttentionProblem, environments: Mapping[str, Any], timeout: float, built_on: Any) -> None:
-    """Record a build that ran past its limit, of the backend whose intent holds the dump.
-
-    Raises:
-        WorkerError: it did not hang in a build, or nothing can be kept.
-    """
+def _keep_death(
+    problem: AttentionProblem, environments: Mapping[str, Any], kind: Kind, how: str, seconds: float, built_on: Origin
+) -> bool:
+    """Record a child's end, of the backend whose intent shows that it was in a build; whether there was such a one."""
     for name, manifest in environments.items():
         key = _key(problem, name, manifest) if manifest else None
         crash = failures.crash(key) if key else None
         if key is None or crash is None:
             continue
+        first = crash.dump.strip().partition("\n")[0] or f"{crash.count} builds ended their process"
         failures.note(
             key,
-            "timeout",
+            kind,
             name,
             problem,
             manifest,
             direction="backward" if problem.training else "forward",
             stage="build",
-            exception=("TimeoutError", f"the build ran past its limit of {timeout:g} s", crash.dump),
-            duration=timeout,
+            exception=(
+                "TimeoutError" if kind == "timeout" else "ProcessDied",
+                f"{how}: {first}" if kind == "crash" else how,
+                crash.dump or how,
+            ),
+            duration=seconds,
             built_on=built_on,
         )
-        return
-    raise WorkerError(
-        f"no answer within {timeout:g} s for {problem}, and not in a build that a record could be kept of "
-        f"(backends asked: {', '.join(environments) or 'none yet'}). A longer --timeout may help"
-    )
+        return True
+    return False
 
 
 def _answer(reply: Mapping[str, Any], started: float, seconds: float, deaths: Sequence[str]) -> Answer:
