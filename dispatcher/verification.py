@@ -276,13 +276,13 @@ def tolerance(problem: AttentionProblem, largest_logit: float) -> float:
     if problem.mask is not None and problem.mask.requires_grad:
         terms = max(terms, batch * heads * queries * keys // math.prod(problem.mask.shape))
     steps = max(largest_logit, 1.0) * math.sqrt(max(size, problem.value.shape[3])) + math.sqrt(terms)
-    return 8 * torch.finfo(getattr(torch, problem.dtype)).eps / 2 + 4 * _rounding_of_products(problem) * steps
+    return 8 * (torch.finfo(getattr(torch, problem.dtype)).eps / 2 + _rounding_of_products(problem) * steps)
 
 
 def _rounding_of_products(problem: AttentionProblem) -> float:
     """Half the distance between neighbours, relative, of the numbers in which matrices are multiplied."""
     if problem.dtype == "float64":
-        return 2.0**-53
+        return 2.0**-52  # the reference's own included
     if problem.dtype == "float32":
         # The caller may have allowed TF32, or bfloat16, for these.
         return {"high": 2.0**-11, "medium": 2.0**-8}.get(torch.get_float32_matmul_precision(), 2.0**-24)
