@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .base import Plan, Progress, Target, Verdict
-from .layouts import OTHER_CAUSAL, SCALE, other_causal
+from .layouts import OTHER_CAUSAL, SCALE, other_causal, rounded_dropout
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem
@@ -39,6 +39,7 @@ class NvfuserBackend:
             (problem.deterministic, "no deterministic backward"),
             (other_causal(problem), OTHER_CAUSAL),
             (not problem.scale > 0, SCALE),
+            rounded_dropout(problem),
         ]
         return tuple(reason for fails, reason in rules if fails)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .base import Plan, Progress, Target, Verdict
-from .layouts import OTHER_CAUSAL, SCALE, Rule, additive, last_strides, other_causal, uneven_strides
+from .layouts import OTHER_CAUSAL, SCALE, Rule, additive, last_strides, other_causal, rounded_dropout, uneven_strides
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem
@@ -108,6 +108,7 @@ class FlashBackend(_TorchBackend):
         else:
             rules.append((problem.mask is not None, "no mask on CUDA"))
             rules.append((other_causal(problem), OTHER_CAUSAL))
+            rules.append(rounded_dropout(problem))
             if sizes[0] % 8 == 0:  # other head sizes are padded, which makes dense copies
                 rules += uneven_strides(problem)
             rules.append((not problem.scale > 0, SCALE))

@@ -8,6 +8,7 @@ need them: a listing must not wait.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -29,6 +30,7 @@ from .errors import SidestepError
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
+    from .backends.base import Target
     from .spec import Spec
     from .warmup import Outcome
     from .worker import Answer, ChildError
@@ -71,6 +73,46 @@ _timeout = click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="Seconds per problem."
 )
 _kind = click.option("--kind", type=click.Choice(get_args(Kind)), help="Only records of this kind.")
+
+
+_problem_options = (
+    click.option("--batch", type=int, required=True),
+    click.option("--heads", type=int, required=True),
+    click.option("--kv-heads", type=int, help="Default: heads."),
+    click.option("--query-length", type=int, required=True),
+    click.option("--key-length", type=int, help="Default: query length."),
+    click.option("--head-size", type=int, required=True),
+    click.option("--value-head-size", type=int, help="Default: head size."),
+    click.option("--dtype", default="bfloat16", show_default=True),
+    click.option("--layout", default="bhsd", show_default=True, help="bhsd or bshd: the order in memory."),
+    click.option("--causal", is_flag=True),
+    click.option("--training", is_flag=True),
+    click.option("--mask", default="none", show_default=True, help="none, bool, float32, or same (the query's dtype)."),
+    click.option("--mask-shape", default="1,1,S_q,S_kv", show_default=True, help="Of B, H, S_q, S_kv and numbers."),
+    click.option("--mask-grad", is_flag=True, help="The mask needs a gradient."),
+    click.option("--dropout", type=float, default=0.0, show_default=True),
+    click.option("--scale", type=float, help="Default: 1/sqrt(head size)."),
+    click.option("--device", metavar="cpu|cuda|PROFILE", help="Default: cuda where there is a GPU, else cpu."),
+)
+
+
+def _of_problem(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a problem, in the order in which they stand above."""
+    return functools.reduce(lambda made, option: option(made), reversed(_problem_options), command)
+
+
+def _problem_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options as a SPEC's fields.
+
+    Raises:
+        SpecError: the problem cannot be; told before torch is imported.
+    """
+    from . import spec
+
+    shape = [int(part) if part.strip().isdecimal() else part.strip() for part in given["mask_shape"].split(",")]
+    fields = {name: value for name, value in {**given, "mask_shape": shape}.items() if value is not None}
+    spec.problem_of(fields)
+    return fields
 
 
 @click.group(cls=_Group)
@@ -128,6 +170,81 @@ def failures_show(id: str, as_json: bool) -> None:  # noqa: A002 - the name on t
         _print_json([record_json(record)])
     else:
         click.echo(_clean(record_text(record)))
+
+
+def _one_backend(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    from .backends import registry
+
+    try:
+        (single,) = registry.expand((name,))
+    except ValueError as error:
+        known = ", ".join(registry.known())
+        raise click.BadParameter(f"expected one backend, got {name!r}; known: {known}") from error
+    return single
+
+
+@failures.command("add")
+@click.option("--backend", required=True, callback=_one_backend, help="The backend that is not to serve it.")
+@click.option("--kind", type=click.Choice(["denied"]), required=True, help="A person says so; never tried again.")
+@click.option("--reason", default="", metavar="TEXT", help="Why; `show` prints it.")
+@_of_problem
+@_json
+def failures_add(backend: str, kind: Kind, reason: str, device: str | None, as_json: bool, **given: Any) -> None:
+    """Forbid a backend to serve a problem; `failures forget ID` allows it again. Prints the record's ID.
+
+    The record is valid where this machine's versions, and the device that is meant, are the same.
+    """
+    record = deny(_problem_fields(given), device, backend, reason, kind)
+    _require_cache()
+    if as_json:
+        _print_json([record_json(record)])
+    else:
+        click.echo(record.id)
+
+
+def deny(
+    fields: Mapping[str, Any], device: str | None, backend: str, reason: str, kind: Kind = "denied"
+) -> FailureRecord:
+    """Record that a person forbids a backend to serve a problem.
+
+    Args:
+        fields: as in a SPEC, without `device`.
+        device: as for `explain_problem`.
+        backend: its name.
+        reason: kept as the exception's text.
+        kind: of the record.
+
+    Raises:
+        SpecError: the problem cannot be.
+        WorkerError: the device profile cannot be used here, or the environment that the record would be valid for
+            cannot be known.
+    """
+    from . import environment
+    from .backends import registry
+    from .cache import failure_key
+    from .worker import WorkerError
+
+    device, target, problem = _problem_on(fields, device)
+    if device == "cuda" and not _has_gpu():
+        raise WorkerError(
+            "no GPU here, so the environment that the record would be valid for cannot be known: give the GPU's "
+            "profile, --device PROFILE (h200), or run this on the GPU machine"
+        )
+    manifest = environment.manifest(registry.get(backend), problem.device, target)
+    if manifest is None:
+        raise WorkerError(f"the versions of {backend} cannot be read here, and a record is valid for these alone")
+    return records.note(
+        failure_key(environment.digest(manifest), backend, problem.digest()),
+        kind,
+        backend,
+        problem,
+        manifest,
+        direction="backward" if problem.training else "forward",
+        stage="denied",
+        exception=("Denied", reason or "a person said so", ""),
+        duration=0.0,
+        built_on=target.built_on,
+    )
 
 
 @failures.command("forget")
@@ -308,32 +425,12 @@ def _shipped_profile(record: FailureRecord) -> str:
 
 
 @main.command()
-@click.option("--batch", type=int, required=True)
-@click.option("--heads", type=int, required=True)
-@click.option("--kv-heads", type=int, help="Default: heads.")
-@click.option("--query-length", type=int, required=True)
-@click.option("--key-length", type=int, help="Default: query length.")
-@click.option("--head-size", type=int, required=True)
-@click.option("--value-head-size", type=int, help="Default: head size.")
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--layout", default="bhsd", show_default=True, help="bhsd or bshd: the order in memory.")
-@click.option("--causal", is_flag=True)
-@click.option("--training", is_flag=True)
-@click.option("--mask", default="none", show_default=True, help="none, bool, float32, or same (the query's dtype).")
-@click.option("--mask-shape", default="1,1,S_q,S_kv", show_default=True, help="Of B, H, S_q, S_kv and numbers.")
-@click.option("--mask-grad", is_flag=True, help="The mask needs a gradient.")
-@click.option("--dropout", type=float, default=0.0, show_default=True)
-@click.option("--scale", type=float, help="Default: 1/sqrt(head size).")
-@click.option("--device", metavar="cpu|cuda|PROFILE", help="Default: cuda where there is a GPU, else cpu.")
+@_of_problem
 @_backends
 @_json
 def explain(device: str | None, backends: tuple[str, ...] | None, as_json: bool, **given: Any) -> None:
     """What a call would meet, by rules and records alone: nothing is built or run."""
-    from . import spec
-
-    shape = [int(part) if part.strip().isdecimal() else part.strip() for part in given["mask_shape"].split(",")]
-    fields = {name: value for name, value in {**given, "mask_shape": shape}.items() if value is not None}
-    spec.problem_of(fields)  # a mistake is told before torch is imported
+    fields = _problem_fields(given)
     device, decisions, problem = explain_problem(fields, device, backends)
     if as_json:
         click.echo(
@@ -366,16 +463,33 @@ def explain_problem(
         SpecError: the problem cannot be.
         WorkerError: the device profile cannot be used here.
     """
+    from . import selection
+    from .backends import registry
+    from .semantics import constant_output
+
+    device, target, problem = _problem_on(fields, device)
+    if device == "cuda" and not _has_gpu():
+        click.echo("no GPU here: rules alone can tell; records need a GPU, or a device profile (h200)", err=True)
+    if constant_output(problem):
+        return device, (), problem
+    order = registry.expand(settings_table.get().backends if backends is None else backends)
+    return device, selection.explain(problem, order, target), problem
+
+
+def _has_gpu() -> bool:
     import torch
 
-    from . import selection, spec
-    from .backends import registry
+    return torch.cuda.is_available()
+
+
+def _problem_on(fields: Mapping[str, Any], device: str | None) -> tuple[str, Target, AttentionProblem]:
+    """The device that is meant, as a target too, and the problem on it; arguments and exceptions of explain_problem."""
+    from . import spec
     from .backends.base import Target
     from .backends.cudnn_offline import OfflineError, check_version, load_profile
-    from .semantics import constant_output
     from .worker import WorkerError
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or ("cuda" if _has_gpu() else "cpu")
     target = Target(-1 if device == "cpu" else 0)
     if device not in ("cpu", "cuda"):
         try:
@@ -386,13 +500,7 @@ def explain_problem(
             check_version(target.profile, int(cudnn.backend_version()))
         except (OfflineError, ImportError) as error:
             raise WorkerError(str(error)) from error
-    elif device == "cuda" and not torch.cuda.is_available():
-        click.echo("no GPU here: rules alone can tell; records need a GPU, or a device profile (h200)", err=True)
-    problem = spec.problem_of({**fields, "device": "cpu" if device == "cpu" else "cuda"})
-    if constant_output(problem):
-        return device, (), problem
-    order = registry.expand(settings_table.get().backends if backends is None else backends)
-    return device, selection.explain(problem, order, target), problem
+    return device, target, spec.problem_of({**fields, "device": "cpu" if device == "cpu" else "cuda"})
 
 
 # warmup --------------------------------------------------------------------------------------------------------------
@@ -459,6 +567,9 @@ def _fields_text(fields: Mapping[str, Any]) -> str:
     help="Child processes side by side. Default: the cores; without --device 8 at most, for each holds about 0.5 GB "
     "of the GPU.",
 )
+@click.option(
+    "--verify", is_flag=True, help="Compare output and gradients with float64 attention; what is wrong is recorded."
+)
 @click.option("--dry-run", is_flag=True, help="Only list the problems.")
 @click.option("--json", "as_json", is_flag=True, is_eager=True, help="One JSON object on stdout.")
 def warmup(
@@ -467,6 +578,7 @@ def warmup(
     backends: tuple[str, ...] | None,
     timeout: float,
     jobs: int | None,
+    verify: bool,
     dry_run: bool,
     as_json: bool,
     **presets: Any,
@@ -474,12 +586,16 @@ def warmup(
     """Ask the backends about every problem of a SPEC (YAML), in child processes, and record what they refuse.
 
     What is known by then is not tried again, so a warm-up that was interrupted goes on where it was. Exit code 0 though
-    there are refusals; 1 where a backend has a bug (error, crash, timeout) or the work failed; 130 where Ctrl-C ended
-    it: what was found stays recorded.
+    there are refusals; 1 where a backend has a bug (error, crash, timeout, wrong) or the work failed; 130 where Ctrl-C
+    ended it: what was found stays recorded.
     """
     from .warmup import default_jobs, item_json, summary, warm_up
     from .worker import ChildError, WorkerError, offline_order
 
+    if verify and device is not None:
+        raise click.UsageError(
+            "--verify runs what it verifies, and the GPU of --device is not here: nothing can be run"
+        )
     loaded = _problems(spec, **presets)
     if device is not None:
         try:
@@ -498,7 +614,7 @@ def warmup(
         return
     outcomes: list[Outcome] = []
     ended_by: ChildError | WorkerError | KeyboardInterrupt | None = None
-    found = warm_up(loaded, device, backends, timeout, jobs or default_jobs(device))
+    found = warm_up(loaded, device, backends, timeout, jobs or default_jobs(device), verify)
     with _reporter(len(loaded.items), as_json) as report, closing(found):
         try:
             for outcome in found:

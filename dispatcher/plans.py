@@ -94,6 +94,21 @@ def not_loaded(key: str, error: Exception) -> None:
         logger.info("a stored plan cannot be used and is built anew: %s: %s: %s", key, type(error).__name__, error)
 
 
+def verified_key(environment_digest: str, backend: str, problem_digest: str) -> str:
+    """The key of the mark that a backend's numbers were found right: ``verified/<environment>/<backend>/<problem>``."""
+    return f"verified/{environment_digest}/{backend}/{problem_digest}"
+
+
+def mark(key: str, about: Mapping[str, Any]) -> None:
+    """Keep a mark, bounded with the plans; `about`, in JSON, is what it is valid for."""
+    stores.get("plans").set(key, frame(json.dumps(about, sort_keys=True).encode()))
+
+
+def is_marked(key: str, about: Mapping[str, Any]) -> bool:
+    """Whether that mark is kept; a damaged one is none."""
+    return stores.get("plans").get(key) == frame(json.dumps(about, sort_keys=True).encode())
+
+
 _WANTED = "wanted/"
 _refusing: ContextVar[bool] = ContextVar("sidestep_refuse_builds", default=False)
 

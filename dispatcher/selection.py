@@ -14,11 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from . import environment, failures, guards, plans, settings, stores
+from . import environment, failures, guards, plans, settings, stores, verification
 from .backends import known_bad, registry
 from .backends.base import Backend, GraphPlan, LoadingBackend, Plan, Progress, Target, Verdict
 from .cache import FailureRecord, Kind, PlanRecord, failure_key, plan_key, single_flight
@@ -103,6 +103,13 @@ class _Case:
         if self.manifest is None or not isinstance(self.backend, LoadingBackend):
             return None
         return plan_key(environment.digest(self.manifest), self.backend.name, self._digest)
+
+    @property
+    def verified_key(self) -> str | None:
+        """Of the mark that the numbers were found right."""
+        if self.manifest is None:
+            return None
+        return plans.verified_key(environment.digest(self.manifest), self.backend.name, self._digest)
 
     @functools.cached_property
     def _digest(self) -> str:
@@ -343,7 +350,7 @@ def _load(case: _Case, tensors: _Tensors | None, progress: Progress) -> _Made | 
         with failures.intent(key):
             plan = backend.load(case.problem, case.target, record.graphs)
             if tensors is not None:
-                _first_run(plan, case.problem, case.target, tensors, progress)
+                _prove(plan, case, tensors, progress)
     except SidestepError:
         raise
     except Exception as error:
@@ -362,7 +369,7 @@ def _build(case: _Case, tensors: _Tensors | None, progress: Progress) -> _Made:
         plan = case.backend.build(case.problem, case.target, progress)
         seconds = time.perf_counter() - started
         if tensors is not None:
-            _first_run(plan, case.problem, case.target, tensors, progress)
+            _prove(plan, case, tensors, progress)
     graphs = progress.graphs
     if not case.backend.builds or not graphs or case.plan_key is None or case.manifest is None:
         return _Made(plan, 0, "built, not kept" if case.backend.builds else "")
@@ -386,11 +393,27 @@ def _count_build() -> None:
     counters.builds += 1
 
 
+def _prove(plan: Plan, case: _Case, tensors: _Tensors, progress: Progress) -> None:
+    """Run a plan on the call's tensors and, where that is asked for, compare its numbers with the reference."""
+    problem, target = case.problem, case.target
+    _first_run(plan, problem, target, tensors, progress)
+    if settings.get().verify:
+        progress.stage = "verify"
+        with _apart():
+            verification.ensure(
+                problem,
+                target,
+                case.verified_key,
+                case.manifest or {},
+                lambda given, grad_output: _results(plan, problem, given, progress, grad_output),
+            )
+
+
 def _first_run(plan: Plan, problem: AttentionProblem, target: Target, tensors: _Tensors, progress: Progress) -> None:
     """Run the plan once on the call's tensors, and its backward on a zero gradient; random state is put back."""
     progress.direction, progress.stage = "forward", "execute"
     with torch.random.fork_rng([target.index] if problem.device == "cuda" else [], enabled=problem.dropout_p > 0):
-        _gradients(plan, problem, tensors, progress)
+        _results(plan, problem, tensors, progress)
     if problem.device == "cuda":
         torch.cuda.synchronize(target.index)  # what the kernels did wrong is blamed on this plan, not on a later call
 
@@ -412,27 +435,26 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _gradients(
+def _results(
     plan: Plan,
     problem: AttentionProblem,
     tensors: _Tensors,
     progress: Progress,
     grad_output: torch.Tensor | None = None,
-) -> Sequence[torch.Tensor | None]:
-    """Forward and, where the problem trains, the gradients for `grad_output` (zeros when None), apart."""
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+    """The output and, where the problem trains, the gradients for `grad_output` (zeros when None), apart."""
     with _apart():
         detached: list[Any] = [None if tensor is None else tensor.detach() for tensor in tensors]
         query, key, value, mask = detached
         if not problem.training:
             with torch.no_grad():
-                plan.infer(query, key, value, mask)
-            return ()
+                return plan.infer(query, key, value, mask), ()
         if isinstance(plan, GraphPlan):
             with torch.no_grad():
                 output, *residuals = plan.forward(query, key, value, mask)
                 progress.direction = "backward"
                 grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-                return plan.backward(grad_output, query, key, value, mask, output, *residuals)
+                return output, plan.backward(grad_output, query, key, value, mask, output, *residuals)
         leaves = [query, key, value] + ([mask] if problem.mask and problem.mask.requires_grad else [])
         with torch.enable_grad():
             for leaf in leaves:
@@ -441,7 +463,7 @@ def _gradients(
             progress.direction = "backward"
             grad_output = torch.zeros_like(output) if grad_output is None else grad_output
             grads = torch.autograd.grad(output, leaves, grad_output)
-        return (*grads, None)[:4]
+        return output.detach(), (*grads, None)[:4]
 
 
 def recover_backward(
@@ -468,7 +490,7 @@ def recover_backward(
     selection = select(problem, rest, target, tensors, strict=False)
     if selection.served is None:
         raise error
-    return tuple(_gradients(selection.served.plan, problem, tensors, Progress(), grad_output))
+    return tuple(_results(selection.served.plan, problem, tensors, Progress(), grad_output)[1])
 
 
 def _failed(error: Exception, case: _Case, progress: Progress, duration: float) -> Failed:
@@ -476,6 +498,8 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
     counters.build_failures += 1
     name = case.backend.name
     kind = _verdict(error, case)
+    if isinstance(error, verification.WrongNumbersError):
+        progress.direction = error.direction
     text = _summary(_name(error), str(error))
     if kind == "transient":
         failed = Failed(name, kind, text)
@@ -491,7 +515,9 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
     return Failed(name, kind, text, record_id)
 
 
-def _verdict(error: Exception, case: _Case) -> Verdict:
+def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
+    if isinstance(error, verification.WrongNumbersError):
+        return "wrong"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
         return "transient"
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
@@ -547,6 +573,9 @@ def _log(
         where = f"{frame.filename}:{frame.lineno}"
         message = "%s failed with a bug, %s, at %s (%s %s) on %s; the next backend is asked. %s"
         logger.warning(message, name, text, where, progress.direction, progress.stage, problem, more)
+    elif kind == "wrong":
+        message = "%s computes wrong numbers (%s; %s) on %s; the next backend is asked. %s"
+        logger.warning(message, name, progress.direction, text, problem, more)
     else:
         message = "%s cannot serve %s (%s %s: %s); the next backend is asked. %s"
         logger.info(message, name, problem, progress.direction, progress.stage, text, more)

@@ -129,6 +129,12 @@ class Settings:
     strict: bool = _setting(
         False, "SIDESTEP_STRICT", _switch, "1 raises an exception of kind `error` instead of falling back"
     )
+    verify: bool = _setting(
+        False,
+        "SIDESTEP_VERIFY",
+        _switch,
+        "1 compares each configuration's output and gradients with float64 attention before it is first used",
+    )
     rules: known_bad.RuleFile | None = _setting(
         None, "SIDESTEP_RULES", _rules, "a TOML file of known-bad rules, in the form of backends/known_bad.toml"
     )

@@ -14,7 +14,7 @@ from .errors import SidestepError
 from .spec import Item, Spec
 from .worker import Answer, Worker
 
-_BUGS = ("error", "crash", "timeout")
+_BUGS = ("error", "crash", "timeout", "wrong")
 _MOST_ON_A_GPU = 8  # children; each holds a CUDA context, about 0.5 GB
 
 
@@ -78,6 +78,7 @@ def warm_up(
     backends: Sequence[str] | None = None,
     timeout: float = 300.0,
     jobs: int = 1,
+    verify: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Ask about every problem; outcomes come as they are found, with one job in the SPEC's order.
 
@@ -90,12 +91,13 @@ def warm_up(
         backends: in order; None for the order in force (cudnn, for an absent GPU).
         timeout: seconds per problem.
         jobs: children at a time; never more than problems.
+        verify: compare what serves with the reference, as SIDESTEP_VERIFY=1 does.
 
     Raises:
         WorkerError: the work cannot be done here.
         ChildError: under SIDESTEP_STRICT=1, a backend's bug.
     """
-    workers = [Worker(device) for _ in range(min(jobs, len(spec.items)))]
+    workers = [Worker(device, verify) for _ in range(min(jobs, len(spec.items)))]
     idle: LifoQueue[Worker] = LifoQueue()  # one that has its child already is taken first
     for worker in workers:
         idle.put(worker)

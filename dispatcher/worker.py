@@ -107,10 +107,12 @@ class Worker:
 
     Args:
         device: a device profile's name or path; None for this machine's own devices.
+        verify: as SIDESTEP_VERIFY=1.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, verify: bool = False) -> None:
         self._device = device
+        self._verify = verify
         self._child: subprocess.Popen[bytes] | None = None
         self._received = b""
         self._lock = threading.Lock()  # between stop() and a child that is just being started
@@ -226,6 +228,7 @@ class Worker:
                     **os.environ,
                     **settings.get().to_environ(),
                     "SIDESTEP_BUILD": "always",
+                    **({"SIDESTEP_VERIFY": "1"} if self._verify else {}),
                     "PYTHONSAFEPATH": "1",
                 },
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ class Small:
     Attributes:
         failing: the step ("rejects", "build", "forward", "backward") -> what is raised there.
         late: a backward fails only once its route is at work, not on the zero gradient of the first run.
+        spoil: makes results wrong: called with the name ("output", "query", ... of a gradient), the tensor, to be
+            changed in place, and the call's query and key.
     """
 
     builds = True
@@ -38,6 +40,7 @@ class Small:
         self.reasons: tuple[str, ...] = ()
         self.version: str | BaseException = "1"
         self.asked: list[str] = []
+        self.spoil: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] = lambda *_: None
 
     def step(self, name: str) -> None:
         """Fail if this step is to fail."""
@@ -71,7 +74,9 @@ class SmallPlan:
 
     def infer(self, query: Any, key: Any, value: Any, attn_mask: Any) -> torch.Tensor:
         self.backend.step("forward")
-        return self._run(query, key, value, attn_mask)
+        made = self._run(query, key, value, attn_mask)
+        self.backend.spoil("output", made, query, key)
+        return made
 
     def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[torch.Tensor, ...]:
         return (self.infer(query, key, value, attn_mask), query.new_ones(3))
@@ -83,10 +88,14 @@ class SmallPlan:
             self.backend.step("backward")
         assert output.shape == grad_output.shape
         assert [tuple(r.shape) for r in residuals] == [(3,)]
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        trains_mask = self.problem.mask is not None and self.problem.mask.requires_grad
+        leaves = [t.detach().requires_grad_() for t in (query, key, value, *([attn_mask] if trains_mask else []))]
         with torch.enable_grad():
-            made = self._run(leaves[0], leaves[1], leaves[2], attn_mask)
-        return (*torch.autograd.grad(made, leaves, grad_output), None)
+            made = self._run(leaves[0], leaves[1], leaves[2], leaves[3] if trains_mask else attn_mask)
+        grads = torch.autograd.grad(made, leaves, grad_output)
+        for name, grad in zip(("query", "key", "value", "attn_mask"), grads, strict=False):
+            self.backend.spoil(name, grad, query, key)
+        return (*grads, None)[:4]
 
     def _run(self, query: Any, key: Any, value: Any, attn_mask: Any) -> torch.Tensor:
         query64, key64, value64 = (t.double() for t in (query, key, value))

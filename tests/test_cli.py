@@ -16,6 +16,7 @@ import pytest
 import sidestep
 from sidestep import cli, failures, stores
 from sidestep.cache import FailureRecord, failure_key
+from sidestep.decisions import Chosen
 from sidestep.problem import AttentionProblem, Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -335,3 +336,76 @@ def test_child_settings_are_this_process_settings(tmp_path: Path) -> None:
     assert Settings.from_environ(get().to_environ()) == get()
     sidestep.configure(cache_dir=None, strict=True)
     assert Settings.from_environ(get().to_environ()) == get()
+
+
+# --- failures add -----------------------------------------------------------------------------------------------------
+
+
+def test_a_person_forbids_a_configuration() -> None:
+    """It is passed over, never tried again, and allowed again when forgotten."""
+    import torch
+
+    given = [torch.randn(2, 4, 8, 16) for _ in range(3)]
+    sdpa: Any = sidestep.scaled_dot_product_attention
+    denied = [*SHAPE, "--dtype", "float32", "--device", "cpu"]
+    done = run("failures", "add", "--backend", "torch_flash", "--kind", "denied", "--reason", "too loud", *denied)
+    assert done.exit_code == 0, done.output
+    (made,) = failures.records()
+    assert done.stdout.strip() == made.id
+    assert (made.kind, made.backend, made.exception_text) == ("denied", "torch_flash", "too loud")
+    assert made.retry_time() is None
+    (decision,) = items("explain", *denied, "--backends", "torch_flash")
+    assert (decision["decision"], decision["kind"], decision["record_id"]) == ("remembered", "denied", made.id)
+    with sidestep.observe() as seen:
+        sdpa(*given, backends=["torch_flash", "torch_math"])
+    assert [one.backend for one in seen[0][1] if isinstance(one, Chosen)] == ["torch_math"]
+    with pytest.raises(sidestep.NoBackendError, match="too loud"):
+        sdpa(*given, backends="torch_flash")
+    sdpa(*(t[:1] for t in given), backends="torch_flash")  # another configuration
+    assert "too loud" in run("failures", "show", made.id).stdout
+    assert run("failures", "retry", made.id).exit_code == 1
+    assert run("failures", "forget", made.id).exit_code == 0
+    sidestep.configure()
+    sdpa(*given, backends="torch_flash")
+
+
+def test_what_is_forbidden_for_an_absent_gpu_is_valid_on_it() -> None:
+    """Under the key that a build for the profile has."""
+    (made,) = items("failures", "add", "--backend", "cudnn", "--kind", "denied", "--device", "h200", *SHAPE)
+    assert (made["environment"]["device"], made["built_on"]) == ("NVIDIA H200", "offline")
+    assert made["exception_text"] == "a person said so"
+    (decision,) = items("explain", *SHAPE, "--device", "h200", "--backends", "cudnn")
+    assert (decision["decision"], decision["kind"]) == ("remembered", "denied")
+    (other,) = items("explain", *SHAPE, "--causal", "--device", "h200", "--backends", "cudnn")
+    assert other["decision"] == "untried"
+
+
+def test_without_the_gpu_or_its_profile_nothing_can_be_forbidden_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("failures", "add", "--backend", "cudnn", "--kind", "denied", "--device", "cuda", *SHAPE)
+    assert done.exit_code == 1
+    assert "environment" in done.stderr
+    assert "--device PROFILE" in done.stderr
+    assert not list(failures.records())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--kind", "denied", *SHAPE],
+        ["--backend", "cudnn", *SHAPE],
+        ["--backend", "torch", "--kind", "denied", *SHAPE],
+        ["--backend", "nobody", "--kind", "denied", *SHAPE],
+        ["--backend", "cudnn", "--kind", "error", *SHAPE],
+        ["--backend", "cudnn", "--kind", "denied", *SHAPE[2:]],
+        ["--backend", "cudnn", "--kind", "denied", *SHAPE, "--dtype", "int8"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:4]),
+)
+def test_wrong_usage_of_add_is_2(arguments: list[str]) -> None:
+    done = run("failures", "add", *arguments, "--device", "cpu")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert not list(failures.records())
