@@ -189,9 +189,12 @@ def test_backends_without_a_build_are_marked_too(monkeypatch: pytest.MonkeyPatch
     reload_settings()
     asked: list[str] = []
     real = verification.verify
-    monkeypatch.setattr(
-        verification, "verify", lambda problem, *rest: (asked.append(str(problem)), real(problem, *rest))
-    )
+
+    def count(problem: AttentionProblem, *rest: Any) -> None:
+        asked.append(str(problem))
+        real(problem, *rest)
+
+    monkeypatch.setattr(verification, "verify", count)
     for _ in range(2):
         check(tensors(), backends="torch_math")
         new_process()
