@@ -177,6 +177,7 @@ def _select(
                 decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
                 continue
             attempt = _attempt(case, None if capturing else tensors, strict)
+            assert attempt is not None
             if not isinstance(attempt, _Made):
                 decision, error = attempt
                 # Memory is what a caller can do something about, so that error is the one to raise at the end.
@@ -292,22 +293,38 @@ def _note(
     )
 
 
-def _attempt(case: _Case, tensors: _Tensors | None, strict: bool) -> _Made | tuple[Decision, Exception | None]:
-    """Load or build a plan."""
-    if found := _try(_load, case, tensors, strict):
-        return found
-    if case.backend.builds and not plans.may_build():
-        plans.want(case.problem)
-        return Rejected(case.backend.name, (_NO_BUILDS,)), None
-    with single_flight(stores.folder() if case.plan_key else None, case.plan_key or "", _LONGEST_WAIT_S):
-        # Another process may just have built it, or found out that it cannot be built.
-        if case.plan_key and (found := _try(_load, case, tensors, strict)):
-            return found
-        if case.plan_key and (known := _remembered(case)):
-            return known, None
-        made = _try(_build, case, tensors, strict)
-        assert made is not None
-        return made
+def _attempt(case: _Case, tensors: _Tensors | None, strict: bool) -> _Made | tuple[Decision, Exception | None] | None:
+    """Load or build a plan.
+
+    Nothing is kept in a variable: an exception's traceback holds this frame, and would be held by it.
+    """
+    return (
+        (_try(_load, case, tensors, strict) if case.plan_key else None)
+        or _refused(case)
+        or _built_once(case, tensors, strict)
+    )
+
+
+def _refused(case: _Case) -> _Made | tuple[Decision, Exception | None] | None:
+    """The rejection of what would have to be built, where nothing may be."""
+    if not case.backend.builds or plans.may_build():
+        return None
+    plans.want(case.problem)
+    return Rejected(case.backend.name, (_NO_BUILDS,)), None
+
+
+def _built_once(
+    case: _Case, tensors: _Tensors | None, strict: bool
+) -> _Made | tuple[Decision, Exception | None] | None:
+    """What a build gives, or what another process of this machine just found out by one."""
+    if case.plan_key is None:
+        return _try(_build, case, tensors, strict)
+    with single_flight(stores.folder(), case.plan_key, _LONGEST_WAIT_S):
+        return (
+            _try(_load, case, tensors, strict)
+            or ((known, None) if (known := _remembered(case)) else None)
+            or _try(_build, case, tensors, strict)
+        )
 
 
 def _try(
