@@ -24,7 +24,7 @@ def configure(**values: Any) -> None:
 
     Args:
         **values: backends (names, in order), cache ('disk' or 'off'), cache_dir, plan_bytes,
-            build ('always' or 'never'), strict.
+            build ('always' or 'never'), strict, verify.
 
     Raises:
         SettingError: an unknown name or a value that cannot be used.

@@ -101,8 +101,10 @@ def validate(
                     f"query ({heads})"
                 )
         leading = [shape[:-1] for shape in leading]
-    batch = _broadcast(leading, "the leading dimensions of query, key and value")
+    _broadcast(leading, "the leading dimensions of query, key and value")
     if attn_mask is not None:
+        # The mask is added to the product of query and key, which has no dimension that value alone brings in.
+        batch = _broadcast(leading[:2], "the leading dimensions of query and key")
         _validate_mask(attn_mask, query, key, batch + ((query.shape[-3],) if enable_gqa else ()))
         if is_causal:
             raise InvalidCallError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # As cases/public_cases.json says: the largest difference over the reference's largest magnitude; gradients, 3 times.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-11}
@@ -50,6 +51,28 @@ def attention(
     empty = logits.detach().amax(-1, keepdim=True) == -torch.inf
     weights = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     return weights @ value
+
+
+def torch_math(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    """The answer of torch.nn.functional, by its math kernel: the others on the CPU check less than they rely on."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(*arguments, **keywords)
+
+
+def torch_refuses(tensors: dict[str, Any], flags: dict[str, Any]) -> bool:
+    """Torch's verdict: refused by its math kernel, or by its own choice of a kernel.
+
+    Each alone lets something pass: math a dropout under 0 and masks of rank 1, the CPU's flash kernel causal
+    together with a mask. That one also reads beyond a value that is shorter than the key, so it is not asked then.
+    """
+    shapes = [tensors["key"].shape, tensors["value"].shape]
+    whole = all(len(shape) > 1 for shape in shapes) and shapes[0][-2] == shapes[1][-2]
+    for function in (torch_math, *((torch.nn.functional.scaled_dot_product_attention,) if whole else ())):
+        try:
+            function(**tensors, **flags)
+        except (RuntimeError, IndexError, ValueError):
+            return True
+    return False
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -12,8 +12,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from process import Counters
-from reference import DEVICES, assert_close, attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from reference import DEVICES, assert_close, attention, torch_math, torch_refuses
 
 import sidestep
 from sidestep import failures
@@ -26,12 +25,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", 
     """Normal numbers that depend on shape and seed alone."""
     random = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
     return torch.randn(*shape, generator=random).to(dtype).to(device)
-
-
-def torch_math(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    """The answer of torch.nn.functional, by its math kernel: the others on the CPU check less than they rely on."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(*arguments, **keywords)
 
 
 def same_as_torch(
@@ -382,20 +375,23 @@ def make(call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, {name: call[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
 
-def torch_refuses(tensors: dict[str, Any], flags: dict[str, Any]) -> bool:
-    """Torch's verdict: refused by its math kernel, or by its own choice of a kernel.
-
-    Each alone lets something pass: math a dropout under 0 and masks of rank 1, the CPU's flash kernel causal
-    together with a mask. That one also reads beyond a value that is shorter than the key, so it is not asked then.
-    """
-    shapes = [tensors["key"].shape, tensors["value"].shape]
-    whole = all(len(shape) > 1 for shape in shapes) and shapes[0][-2] == shapes[1][-2]
-    for function in (torch_math, *((torch.nn.functional.scaled_dot_product_attention,) if whole else ())):
-        try:
-            function(**tensors, **flags)
-        except (RuntimeError, IndexError, ValueError):
-            return True
-    return False
+@pytest.mark.parametrize(
+    ("query", "value", "mask"),
+    [
+        ((1, 2, 3, 4), (2, 2, 3, 4), (2, 1, 3, 3)),
+        ((2, 1, 3, 4), (2, 2, 3, 4), (2, 2, 3, 3)),
+        ((3, 4), (2, 3, 4), (2, 3, 3)),
+    ],
+)
+def test_a_mask_over_dimensions_that_only_the_value_has(query: Any, value: Any, mask: Any) -> None:
+    """Torch refuses it, for it is added to the product of query and key; one that fits that product is taken."""
+    tensors = {"query": randn(*query), "key": randn(*query, seed=1), "value": randn(*value, seed=2)}
+    wide = randn(*mask, seed=3)
+    assert torch_refuses({**tensors, "attn_mask": wide}, {})
+    with pytest.raises(sidestep.InvalidCallError, match=r"does not broadcast|expected rank"):
+        sdpa(**tensors, attn_mask=wide)
+    fitting = wide[:1, :1] if len(query) == 4 else wide[0]
+    assert_close(sdpa(**tensors, attn_mask=fitting), torch_math(**tensors, attn_mask=fitting).double(), "output")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
