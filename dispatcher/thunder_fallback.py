@@ -175,7 +175,7 @@ class FallbackExecutor(OperatorExecutor):  # type: ignore[misc] # thunder has no
         problem = _problem(bsym, training)
         against: list[Decision] = []
         compiled = []
-        for child in self._claiming(bsym, problem, against):
+        for child in self._claiming(bsym, _problem(bsym, False), against):  # a checker knows nothing of gradients
             make = functools.partial(_Compiled, child, bsym, inputs, training)
             made = self.ask(child, problem, "forward", "transform", make)
             if isinstance(made, _Decision):
