@@ -19,7 +19,7 @@ def route(served: Served) -> Any:
     plan: Any = served.plan
     run_forward, run_backward, is_grad_enabled = plan.forward, plan.backward, torch.is_grad_enabled
 
-    class Attention(torch.autograd.Function):
+    class Attention(_Serving):
         @staticmethod
         def forward(
             ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
@@ -44,7 +44,18 @@ def route(served: Served) -> Any:
 
     # Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
     # call has failed before, for their tensors have no data_ptr() for the signature.
+    Attention.served = served
     return super(torch.autograd.Function, Attention).apply
+
+
+class _Serving(torch.autograd.Function):
+    served: Served
+
+
+def function_of(route: Any) -> Any | None:
+    """The autograd function, with what it `served`, of a route made by `route`; None of any other route."""
+    function = getattr(route, "__self__", None)
+    return function if isinstance(function, type) and issubclass(function, _Serving) else None
 
 
 def _once(grads: Sequence[torch.Tensor | None], grad_output: torch.Tensor, saved: Sequence[torch.Tensor | None]) -> Any:

@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,6 +28,7 @@ from .cache import FailureRecord, Kind
 from .decisions import Chosen, Decision, to_json
 from .errors import SidestepError
 from .problem import AttentionProblem
+from .symbol_problem import SymbolProblem
 
 if TYPE_CHECKING:
     from .backends.base import Target
@@ -359,10 +360,10 @@ def record_text(record: FailureRecord) -> str:
 
 def problem_text(record: FailureRecord) -> str:
     """The record's problem in one line; as JSON where another version wrote it."""
-    try:
-        return str(AttentionProblem.from_json(record.problem))
-    except ValueError:
-        return json.dumps(record.problem)
+    for kind in (AttentionProblem, SymbolProblem):
+        with suppress(ValueError):
+            return str(kind.from_json(record.problem))
+    return json.dumps(record.problem)
 
 
 def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
@@ -382,6 +383,11 @@ def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
     if record.kind in ("wrong", "denied"):
         reason = "found wrong by its numbers, which a build does not show" if record.kind == "wrong" else "denied"
         raise WorkerError(f"{record.id} was {reason}; to allow it: sidestep failures forget {record.id}")
+    if record.backend.startswith("thunder:"):
+        raise WorkerError(
+            f"{record.id} is of an executor of Thunder's, which only a trace can try again: "
+            f"sidestep failures forget {record.id}, and run the program"
+        )
     try:
         problem = AttentionProblem.from_json(record.problem)
     except ValueError as error:

@@ -16,7 +16,7 @@ from .events import counters
 from .selection import Entry, Route
 from .semantics import ALIGNMENT, Call, canonicalize, constant_output, is_canonical, problem_of
 
-__all__ = ["Call", "autocast_dtype", "miss", "unusable"]
+__all__ = ["Call", "autocast_dtype", "decide", "miss", "unusable"]
 
 
 def miss(
@@ -34,7 +34,7 @@ def miss(
     counters.misses += 1
     decided = selection.generation
     names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
-    route, plan, settled = _route(call, registry.expand(names))
+    route, plan, settled = decide(call, registry.expand(names))
     if settled and not isinstance(call.scale, torch.Tensor):  # a tensor's number may change
         # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
         aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
@@ -64,11 +64,16 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 _Routed = tuple[Route, "Plan | None", bool]  # what to run, the plan in it, and whether it may be installed
 
 
-def _route(call: Call, order: tuple[str, ...]) -> _Routed:
+def decide(call: Call, order: tuple[str, ...]) -> _Routed:
+    """What runs a call: validated, canonical, selected; nothing is installed.
+
+    Raises:
+        InvalidCallError, NoBackendError: as `scaled_dot_product_attention` says.
+    """
     dtype = autocast_dtype(call.query)
     if dtype is not None:  # attention is on autocast's list of operators that run in the lower precision
         with torch.autocast(call.query.device.type, enabled=False):
-            inner, plan, settled = _route(_lowered(call, dtype), order)
+            inner, plan, settled = decide(_lowered(call, dtype), order)
         return functools.partial(_run_lowered, inner, call[4:], dtype), plan, settled
     call.validate(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()))
     if is_canonical(call):

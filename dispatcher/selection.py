@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .problem import AttentionProblem
 
 _Tensors = Sequence["torch.Tensor | None"]
+_Result = TypeVar("_Result")
 
 _memory = plans.Memory()
 # What loading costs (5 ms a graph): a plan that is built as quickly is not worth a place in the cache.
@@ -218,6 +219,41 @@ def explain(problem: AttentionProblem, order: tuple[str, ...], target: Target) -
     """What a call would meet, by rules and records alone; nothing is built or run."""
     cases = (_Case(registry.get(name), problem, target) for name in order)
     return tuple(_known(case) or Untried(case.backend.name) for case in cases)
+
+
+def attempt(
+    backend: Any, problem: Any, target: Target, progress: Progress, step: Callable[[], _Result]
+) -> _Result | Failed:
+    """Take a step of something that is no backend of ours; what it raises is classified, recorded, logged, returned.
+
+    Args:
+        backend: has the `name`, `builds`, `versions` and `verdict` of a `Backend`.
+        problem: has the `device`, `digest`, `to_json` and `is_written` of an AttentionProblem.
+        target: the device.
+        progress: where the step stands.
+        step: what to do.
+
+    Raises:
+        Exception: the step's own, of kind `error`, under SIDESTEP_STRICT=1.
+        DeviceLostError: the device cannot be used any more.
+    """
+    started = time.perf_counter()
+    try:
+        return step()
+    except SidestepError:
+        raise
+    except Exception as error:
+        with _lock:
+            failed = _failed(error, _Case(backend, problem, target), progress, time.perf_counter() - started)
+        if failed.kind == "error" and settings.get().strict:
+            raise
+        return failed
+
+
+def remembered(backend: Any, problem: Any, target: Target) -> Decision | None:
+    """What records say about something that `attempt` takes; None when only an attempt can tell."""
+    case = _Case(backend, problem, target)
+    return _unusable.get(backend.name) or _remembered(case)
 
 
 def forget_routes() -> None:
@@ -540,7 +576,9 @@ def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
         return "transient"
     name, target = case.backend.name, case.target
-    if case.problem.device == "cuda" and target.profile is None and not torch.cuda.is_current_stream_capturing():
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    here = case.problem.device == "cuda" and target.profile is None and started
+    if here and not torch.cuda.is_current_stream_capturing():
         lost = _lost(target.index)
         if lost is not None:
             raise DeviceLostError(
