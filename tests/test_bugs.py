@@ -36,6 +36,23 @@ wanted = torch.autograd.grad(expected.sum(), wide)
 errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip((outputs[1], *grads), (expected, *wanted))]
 print(json.dumps({"errors": errors, "served": seen[0][1][-1].backend, "stats": sidestep.stats()}))
 """
+IN_THUNDER = """
+import json, torch, thunder, sidestep, sidestep.thunder_executor
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+attention = torch.nn.functional.scaled_dot_product_attention
+jitted = thunder.jit(lambda q, k, v: attention(q, k, v), executors=["sidestep", "sdpa"])
+with sidestep.observe() as seen:
+    for _ in range(3):
+        output = jitted(q, k, v)
+        grads = torch.autograd.grad(output.sum(), (q, k, v))
+wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+expected = torch.softmax(wide[0] @ wide[1].mT / 8, -1) @ wide[2]
+wanted = torch.autograd.grad(expected.sum(), wide)
+errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip((output, *grads), (expected, *wanted))]
+ran = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+print(json.dumps({"errors": errors, "served": seen[0][1][-1].backend, "ran": ran, "hits": sidestep.stats()["hits"]}))
+"""
 
 
 @dataclass
@@ -142,3 +159,21 @@ def test_calls_raise_under_strict_and_with_one_backend(broken: Broken) -> None:
     is_raised_unchanged(broken, broken.run("-c", ON_TENSORS, strict=True))
     shutil.rmtree(broken.folder / "cache")
     is_raised_unchanged(broken, broken.run("-c", ON_TENSORS, "cudnn"))
+
+
+@pytest.mark.gpu
+def test_thunder_trains_told_once_and_recorded(broken: Broken) -> None:
+    """The story that this package begins with: such a bug once was taken for "unsupported", and then tripped over."""
+    pytest.importorskip("thunder", reason="the extra thunder is not installed")
+    done = broken.run("-c", IN_THUNDER)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert "sidestep_attention_forward" in result["ran"]
+    assert result["served"] in ("nvfuser", "torch_flash")
+    assert max(result["errors"]) < 0.03  # bfloat16 (tests/cases)
+    assert result["hits"] == 2
+    is_told_once(broken, done)
+    is_recorded(broken)
+    if broken.statement.startswith("assert"):
+        assert "unpack" not in done.stderr
+    assert "unpack" not in broken.run("-c", IN_THUNDER).stderr  # on record: not met again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import weakref
@@ -494,3 +495,25 @@ def test_settings_are_heeded(small: Small) -> None:
     reload_settings()
     jitted(*inputs)
     assert small.asked == ["build", "forward", "backward", "forward"]
+
+
+# --- the documentation ------------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/thunder.md: both blocks, one behind the other, as a reader would run them."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "thunder.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    run: dict[str, Any] = {"__name__": "example"}
+    exec(compile(blocks[0], "docs/thunder.md", "exec"), run)
+    printed = capsys.readouterr().out
+    assert f"{FORWARD}(" in printed
+    assert "torch_math: " in printed
+    assert "mask gradient, training" in printed
+    grads = {name: parameter.grad.clone() for name, parameter in run["model"].named_parameters()}
+    exec(compile(blocks[1], "docs/thunder.md", "exec"), run)
+    assert "fallback_scaled_dot_product_attention" in str(thunder.last_traces(run["jitted"])[-1])
+    run["model"].zero_grad()
+    run["model"](run["x"], run["mask"]).square().mean().backward()  # torch alone
+    for name, parameter in run["model"].named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,237 @@
+"""What attention costs under `thunder.jit` with Sidestep, and with Thunder's own executors. Meant for an NVIDIA GPU.
+
+    python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu]
+
+Per call: the CPU time to issue a tiny call, and its time with an LLM shape, without and with gradients. Then a training
+step of a small Llama. Contestants take turns round by round; medians are reported. One of Thunder's executors that
+fails here is named with its exception: its cudnn executor needs nvidia-cudnn-frontend 1.26 or older (1.23.0 for
+cuDNN 9.19), in an environment of its own, where `sidestep` cannot be installed with its dependencies.
+
+Targets, on a GPU: a tiny call at most a quarter of Thunder's cudnn executor and no more than its sdpa executor; a step
+no slower than the best of Thunder's. Where one is missed the exit code is 1. On the CPU, where Thunder's attention
+executors decline, the contestant is its default list, and there are no targets: that run only shows that this works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sidestep
+from sidestep.scripts import report
+
+Function = Callable[[], Any]
+attention: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def microseconds(
+    contestants: dict[str, Function], device: str, rounds: int, calls: int, busy: bool
+) -> dict[str, float]:
+    """The median time of one call; with `busy` until the GPU has done it, else until it is issued."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for function in contestants.values():
+        for _ in range(max(calls // 4, 3)):
+            function()
+    gc.collect()
+    gc.disable()  # as timeit does: a collection belongs to no contestant
+    try:
+        for _ in range(rounds):
+            for name, function in contestants.items():
+                wait()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    function()
+                if busy:
+                    wait()
+                times[name].append((time.perf_counter() - start) / calls * 1e6)
+            gc.collect()
+    finally:
+        gc.enable()
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+
+
+def executor_lists(device: str) -> dict[str, list[Any]]:
+    """Contestant -> executors."""
+    import thunder
+
+    import sidestep.thunder_executor
+
+    claiming = ("cudnn", "sdpa")
+    rest = [one for one in thunder.get_default_executors() if one.name not in claiming]
+    own = {f"thunder_{name}": [name, *rest] for name in claiming} if device == "cuda" else {"thunder": rest}
+    return {"sidestep": [sidestep.thunder_executor.executor, *rest], **own}
+
+
+def working(make: Callable[[list[Any]], Function], device: str, failed: dict[str, str]) -> dict[str, Function]:
+    """The contestants that run; why the others do not goes into `failed`."""
+    found = {}
+    for name, executors in executor_lists(device).items():
+        try:
+            function = make(executors)
+            function()
+        except (RuntimeError, ValueError, AttributeError, TypeError, KeyError) as error:
+            if name == "sidestep":
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        else:
+            found[name] = function
+    return found
+
+
+def call(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, grad: bool
+) -> Callable[[list[Any]], Function]:
+    """A jitted causal call of (batch, heads, length, head size), with its backward where `grad`."""
+    import thunder
+
+    batch, heads, length, size = shape
+    inputs = [
+        torch.randn(batch, length, heads, size, device=device, dtype=dtype).transpose(1, 2).requires_grad_(grad)
+        for _ in range(3)
+    ]
+    weight = torch.randn_like(inputs[0]).detach()
+
+    def make(executors: list[Any]) -> Function:
+        jitted = thunder.jit(lambda q, k, v: attention(q, k, v, is_causal=True), executors=executors)
+        if grad:
+            return lambda: torch.autograd.grad(jitted(*inputs), inputs, weight)
+        return lambda: jitted(*inputs)
+
+    return make
+
+
+class Layer(torch.nn.Module):
+    """A layer of Llama 2: as many key heads as query heads, rotary embeddings, SwiGLU."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads, hidden = heads, 8 * size // 3 // 64 * 64
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, eps=1e-5) for _ in range(2))
+        self.qkv = torch.nn.Linear(size, 3 * size, bias=False)
+        self.out = torch.nn.Linear(size, size, bias=False)
+        self.gate, self.up = (torch.nn.Linear(size, hidden, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(hidden, size, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """(batch, length, size) to the same."""
+        batch, length, size = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, size // self.heads)
+        query, key, value = [part.transpose(1, 2) for part in qkv.unbind(2)]
+
+        def rotate(heads: torch.Tensor) -> torch.Tensor:
+            left, right = heads.chunk(2, -1)
+            return heads * cos + torch.cat((-right, left), -1) * sin
+
+        mixed = attention(rotate(query), rotate(key), value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, size))
+        y = self.norms[1](x)
+        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(torch.nn.Module):
+    """Embeddings, layers, logits, and the loss of predicting the next token."""
+
+    def __init__(self, vocabulary: int, size: int, heads: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocabulary, size)
+        self.layers = torch.nn.ModuleList(Layer(size, heads) for _ in range(layers))
+        self.norm, self.head = torch.nn.RMSNorm(size, eps=1e-5), torch.nn.Linear(size, vocabulary, bias=False)
+        half = size // heads // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of (batch, length) tokens."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = self.head(self.norm(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def training_step(device: str) -> Callable[[list[Any]], Function]:
+    """Forward, backward and an optimizer's step of a small Llama."""
+    import thunder
+
+    sizes = (32000, 1024, 8, 8, 2048) if device == "cuda" else (128, 64, 2, 2, 32)
+    batch, length = (4, 2048) if device == "cuda" else (2, 32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokens, targets = torch.randint(sizes[0], (2, batch, length), device=device)
+
+    def make(executors: list[Any]) -> Function:
+        torch.manual_seed(0)
+        model = Llama(*sizes).to(device, dtype)
+        jitted = thunder.jit(model, executors=executors)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            jitted(tokens, targets).backward()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def main() -> int:
+    """Run every comparison, print it, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=report.PLACE)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    device: str = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        print("bench_thunder needs an NVIDIA GPU, and torch sees none here; --device cpu for a try", file=sys.stderr)
+        return 1
+    gpu = device == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    tiny, large = (1, 2, 64, 64), (4, 32, 4096, 128) if gpu else (1, 2, 128, 64)
+    rounds = 41 if gpu else 7
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        sidestep.configure(cache_dir=folder)
+        benches: list[tuple[str, Callable[[list[Any]], Function], int, bool, dict[str, float]]] = [
+            ("tiny call", call(tiny, dtype, device, False), 100, False, {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0}),
+            (
+                "tiny, with gradients",
+                call(tiny, dtype, device, True),
+                50,
+                False,
+                {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0},
+            ),
+            (f"call {'x'.join(map(str, large))}", call(large, dtype, device, False), 5, True, {}),
+            (f"{'x'.join(map(str, large))}, with gradients", call(large, dtype, device, True), 5, True, {}),
+            ("step of a small Llama", training_step(device), 3, True, {"thunder_cudnn": 1.0, "thunder_sdpa": 1.0}),
+        ]
+        for name, make, calls, busy, limits in benches:
+            times = microseconds(working(make, device, failed), device, rounds, calls, busy)
+            ratios = {other: round(times["sidestep"] / t, 3) for other, t in times.items() if other != "sidestep"}
+            missed = [other for other, ratio in ratios.items() if ratio > limits.get(other, ratio)]
+            results[name] = {**times, "ratio": ratios, "at_most": limits if gpu else {}, "missed": missed}
+            print(f"{name:36} {results[name]}")
+    for name, why in failed.items():
+        print(f"{name} does not work here: {why}")
+    found = {**report.circumstances(), "device_type": device, "rounds": rounds, "results": results, "failed": failed}
+    report.keep(options.output, "thunder", found)
+    return 1 if any(result["missed"] for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,284 @@
+"""Thunder's own tests of attention, with Thunder's executors, and again with Sidestep first in every list.
+
+    python scripts/thunder_peers.py [--device cuda|cpu] [--only tests|samples] [--output FILE.json]
+
+Two parts, on a GPU where there is one, else on the CPU:
+
+tests    the attention tests in the installed lightning-thunder (its cudnn and sdpa executors, OpInfo, gradients), run
+         by pytest. A test that asks for an operator of Thunder's by its name is content with Sidestep's: nothing else
+         is changed. They need: pip install 'pytest==8.4.2' pytest-benchmark fdm einops expecttest
+samples  every OpInfo sample of attention, and the samples of the cudnn executor's tests, in four dtypes, without and
+         with gradients of all float inputs, masks included, against torch in float64.
+
+The exit code is 1 where a case that passes with Thunder's executors fails with Sidestep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sidestep.scripts import report
+
+FILES = ("test_cudnn_executor.py", "test_sdpaex_executor.py", "test_ops.py", "test_grad.py", "test_core.py")
+CHOSEN = "scaled_dot_product or sdpa or cudnn"
+NEEDED = ("pytest", "pytest_benchmark", "fdm", "einops", "expecttest")
+# The variables by which the plugin below is told what to do.
+FIRST, ANSWER = "THUNDER_PEERS_SIDESTEP_FIRST", "THUNDER_PEERS_ANSWER"
+# The largest difference over the reference's largest magnitude; gradients, 3 times (tests/reference.py).
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-11}
+Outcomes = dict[str, str]
+
+# --- the plugin: this module, loaded by pytest ------------------------------------------------------------------------
+
+_outcomes: Outcomes = {}
+
+
+def pytest_configure() -> None:
+    """Put Sidestep first in every list, where that is asked for."""
+    if not os.environ.get(FIRST):
+        return
+    import thunder
+    from thunder.tests import framework
+
+    from sidestep.thunder_executor import executor
+
+    def first(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: [executor, *(one for one in function(*given) if one != executor)]
+
+    thunder.resolve_executors = first(thunder.resolve_executors)
+    for kind in (framework.TorchTestExecutor, framework.nvFuserTestExecutor):
+        kind.executors_list = first(kind.executors_list)
+    last_traces = thunder.last_traces
+    thunder.last_traces = lambda function: [_Trace(trace) for trace in last_traces(function)]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note a test's outcome."""
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        xfail = hasattr(report, "wasxfail")
+        _outcomes[report.nodeid] = (
+            {"skipped": "xfailed", "passed": "xpassed"}.get(report.outcome, "failed") if xfail else report.outcome
+        )
+    elif report.outcome == "failed":
+        _outcomes[report.nodeid] = "failed"
+
+
+def pytest_sessionfinish() -> None:
+    """Hand the outcomes over."""
+    if ANSWER in os.environ:
+        Path(os.environ[ANSWER]).write_text(json.dumps(_outcomes))
+
+
+class _Through:
+    """Anything, through and through but for what a subclass changes."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __str__(self) -> str:
+        return str(self._inner)
+
+
+class _Trace(_Through):
+    @property
+    def bound_symbols(self) -> list[Any]:
+        return [_BoundSymbol(one) if one.sym.name.startswith("sidestep_") else one for one in self._inner.bound_symbols]
+
+
+class _BoundSymbol(_Through):
+    @property
+    def sym(self) -> Any:
+        return _Symbol(self._inner.sym)
+
+
+class _Symbol(_Through):
+    @property
+    def name(self) -> str:
+        return _Name(self._inner.name)
+
+
+class _Name(str):
+    """Equal to every name of an attention operator."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and ("sdpa" in other or "scaled_dot_product" in other)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+def run_tests(device: str, first: bool) -> Outcomes:
+    """The outcome of each of Thunder's tests."""
+    import thunder
+
+    folder = Path(thunder.__file__).parent / "tests"
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        env = {**os.environ, ANSWER: str(answer), FIRST: "1" if first else "", "SIDESTEP_CACHE_DIR": f"{place}/cache"}
+        if device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        chosen = [str(folder / name) for name in FILES]
+        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-k", CHOSEN]
+        command = [sys.executable, "-m", "pytest", "-p", "sidestep.scripts.thunder_peers", *options, *chosen]
+        done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True)
+        if not answer.exists():
+            raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
+        outcomes: Outcomes = json.loads(answer.read_text())
+    if not outcomes:
+        raise SystemExit(f"pytest ran no test:\n{done.stdout}\n{done.stderr}")
+    return outcomes
+
+
+# --- the samples ------------------------------------------------------------------------------------------------------
+
+
+def samples(device: str, dtype: torch.dtype, grad: bool) -> Iterator[tuple[str, Any]]:
+    """A name and Thunder's SampleInput, of every generator."""
+    from thunder.core import dtypes
+    from thunder.tests.opinfos import get_opinfo
+    from thunder.tests.test_cudnn_executor import grad_scaled_dot_product_attention_reference_generator
+
+    plain, training = (get_opinfo(f"{name}scaled_dot_product_attention") for name in ("", "grad_forward_"))
+    generators = {
+        "samples": plain.sample_inputs,
+        "references": plain.reference_inputs,
+        "grad_forward": training.sample_inputs,
+        "cudnn": lambda *given, **more: grad_scaled_dot_product_attention_reference_generator(plain, *given, **more),
+    }
+    for name, generate in generators.items():
+        torch.manual_seed(0)
+        given_dtype = dtype if name == "cudnn" else dtypes.to_dtype(dtype)
+        for index, sample in enumerate(generate(device, given_dtype, requires_grad=grad)):
+            yield f"{name}[{index}] {str(dtype).removeprefix('torch.')} {'training' if grad else 'inference'}", sample
+
+
+def right(jitted: Callable[..., torch.Tensor], sample: Any) -> str:
+    """'passed', or what is wrong: farther from float64 than the tolerance, and than twice torch's own error."""
+    function: Any = torch.nn.functional.scaled_dot_product_attention
+
+    def run(attention: Callable[..., torch.Tensor], wide: bool) -> list[Any]:
+        def own(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            made = one.detach().double() if wide and one.is_floating_point() else one.detach()
+            return made.requires_grad_(one.requires_grad)
+
+        args, keywords = [own(one) for one in sample.args], {name: own(one) for name, one in sample.kwargs.items()}
+        output = attention(*args, **keywords)
+        every = (*args, *keywords.values())
+        trained = [one for one in every if isinstance(one, torch.Tensor) and one.requires_grad]
+        grads = torch.autograd.grad(output.sum(), trained, allow_unused=True) if trained else ()
+        return [output.detach(), *grads]
+
+    actual, exact, eager = run(jitted, False), run(function, True), run(function, False)
+    for index, (one, true, theirs) in enumerate(zip(actual, exact, eager, strict=True)):
+        name = f"gradient {index} of {len(exact) - 1}" if index else "output"
+        if one is None or one.shape != true.shape:
+            return f"{name}: none, or of another shape"
+        if not true.numel():
+            continue
+        off, torchs_off = ((x.double() - true).abs().max().item() for x in (one, theirs))
+        largest = true.abs().max().item()
+        # Where the true numbers are all zero, inputs of size 1 are the measure.
+        allowed = TOLERANCE[one.dtype] * (3 if index else 1) * (largest if largest > 1e-9 else 1.0)
+        if not off <= max(allowed, 2 * torchs_off):  # written so that NaN fails
+            return f"{name}: off by {off:.2g}, largest {largest:.2g}, torch in this dtype off by {torchs_off:.2g}"
+    return "passed"
+
+
+def run_samples(device: str, first: bool) -> Outcomes:
+    """The outcome of each sample; one that draws random numbers has none."""
+    import thunder
+
+    import sidestep.thunder_executor  # noqa: F401 - registers the name
+
+    executors = [*(["sidestep"] if first else []), *thunder.get_default_executors()]
+    function: Any = torch.nn.functional.scaled_dot_product_attention
+    outcomes: Outcomes = {}
+    for dtype in TOLERANCE:
+        for grad in (False, True):
+            for name, sample in samples(device, dtype, grad):
+                dropout = sample.kwargs.get("dropout_p", sample.args[4] if len(sample.args) > 4 else 0.0)
+                if dropout:
+                    outcomes[name] = "skipped"
+                    continue
+                try:
+                    outcomes[name] = right(thunder.jit(lambda *a, **k: function(*a, **k), executors=executors), sample)
+                except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+                    outcomes[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return outcomes
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare(own: Outcomes, ours: Outcomes) -> dict[str, Any]:
+    """Counts, and the cases that are not alike."""
+    good = ("passed", "xpassed")
+
+    def counts(outcomes: Outcomes) -> dict[str, int]:
+        known = (*good, "skipped", "xfailed")
+        return dict(collections.Counter(outcome if outcome in known else "failed" for outcome in outcomes.values()))
+
+    lost = {name: ours.get(name, "missing") for name, o in own.items() if o in good and ours.get(name) not in good}
+    won = {
+        name: outcome for name, outcome in own.items() if outcome not in (*good, "skipped") and ours.get(name) in good
+    }
+    neither = {
+        name: {"thunder": outcome, "sidestep": ours.get(name, "missing")}
+        for name, outcome in own.items()
+        if outcome not in (*good, "skipped") and ours.get(name) not in good
+    }
+    return {"thunder": counts(own), "sidestep": counts(ours), "lost": lost, "won": won, "neither": neither}
+
+
+def main() -> int:
+    """Run both parts both ways, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=("tests", "samples"))
+    parser.add_argument("--output", type=Path, help="JSON, in which every case that is not alike is listed")
+    options = parser.parse_args()
+    if missing := [name for name in ("thunder", *NEEDED) if importlib.util.find_spec(name) is None]:
+        names = "lightning-thunder 'pytest==8.4.2' pytest-benchmark fdm einops expecttest"
+        print(f"thunder_peers needs {', '.join(missing)}: pip install {names}", file=sys.stderr)
+        return 1
+    results: dict[str, Any] = {}
+    for part, run in (("tests", run_tests), ("samples", run_samples)):
+        if options.only in (None, part):
+            results[part] = compare(*(run(options.device, first) for first in (False, True)))
+    print(f"{'':10}{'executors':12}{'passed':>8}{'failed':>8}{'xfailed':>9}{'skipped':>9}")
+    for part, result in results.items():
+        for name in ("thunder", "sidestep"):
+            count = collections.Counter(result[name])
+            passed = count["passed"] + count["xpassed"]
+            row = f"{passed:>8}{count['failed']:>8}{count['xfailed']:>9}{count['skipped']:>9}"
+            print(f"{part:10}{name:12}{row}")
+        for kind in ("lost", "won"):
+            for case, outcome in result[kind].items():
+                print(f"  {kind}: {case}: {outcome}")
+    if options.output:
+        options.output.write_text(json.dumps({**report.circumstances(), "device": options.device, **results}, indent=2))
+    return 1 if any(result["lost"] for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
