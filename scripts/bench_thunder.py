@@ -139,7 +139,8 @@ class Layer(torch.nn.Module):
         mixed = attention(rotate(query), rotate(key), value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, size))
         y = self.norms[1](x)
-        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return result
 
 
 class Llama(torch.nn.Module):
