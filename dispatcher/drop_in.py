@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """What stands in for torch's function while it is installed."""
-    if not _active or torch.jit.is_tracing():
+    if not _active or torch._C._is_tracing():
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if has_torch_function_variadic(query, key, value, attn_mask):
         return _overridden(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -110,6 +110,27 @@ def scaled_dot_product_attention(
     except InvalidCallError:
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
+
+def _in_graph(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch.compile sees in its place."""
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (query, key, value))
+    if not _active or not plain or query.device.type not in _DEVICES:
+        return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    from .torch_op import attention
+
+    return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+scaled_dot_product_attention._torchdynamo_inline = _in_graph  # type: ignore[attr-defined]  # see attention.py
 
 # torch.jit.script knows functions by their id, and compiles none that it does not know: for it ours is torch's.
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
@@ -133,7 +154,7 @@ def _torch(
 
 def _overridden(*arguments: Any) -> torch.Tensor:
     """A subclass of Tensor knows torch's function, and a mode (torch.set_default_device is one) the installed one."""
-    if any(torch.overrides.is_tensor_like(tensor) and _overrides(tensor) for tensor in arguments[:4]):
+    if any(map(_overrides, arguments[:4])):
         return _torch(*arguments)
     output: torch.Tensor = handle_torch_function(scaled_dot_product_attention, arguments[:4], *arguments)
     return output
@@ -141,7 +162,8 @@ def _overridden(*arguments: Any) -> torch.Tensor:
 
 def _overrides(tensor: Any) -> bool:
     function = getattr(type(tensor), "__torch_function__", None)
-    return type(tensor) is not torch.Tensor and function is not torch._C._disabled_torch_function_impl
+    none: Any = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl, None)
+    return function not in none or (type(tensor) is not torch.Tensor and function == none[0])
 
 
 def permitted() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The dispatcher behind torch's function: what it reaches, what it leaves to torch, and that it goes without a trace."""
+"""The dispatcher behind torch's function: what it reaches, what it leaves to torch, and that nothing stays of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nothing_stays() -> Iterator[None]:
     assert functional.scaled_dot_product_attention is torch_sdpa
 
 
-def tensors(length: int, grad: bool = False) -> list[torch.Tensor]:
+def tensors(length: int, grad: bool = False) -> Any:
     return [torch.randn(1, 2, length, 8, requires_grad=grad) for _ in range(3)]
 
 
