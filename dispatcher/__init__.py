@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import configure, stats
     from .attention import scaled_dot_product_attention, use_backends
+    from .drop_in import install, installed, uninstall
     from .errors import DeviceLostError, InvalidCallError, NoBackendError, SettingError, SidestepError
     from .events import observe
     from .plans import refuse_builds
@@ -26,11 +27,14 @@ _HOMES = {
     "SettingError": "errors",
     "SidestepError": "errors",
     "configure": "api",
+    "install": "drop_in",
+    "installed": "drop_in",
     "observe": "events",
     "record_problems": "recording",
     "refuse_builds": "plans",
     "scaled_dot_product_attention": "attention",
     "stats": "api",
+    "uninstall": "drop_in",
     "use_backends": "attention",
 }
 __all__ = [
@@ -40,11 +44,14 @@ __all__ = [
     "SettingError",
     "SidestepError",
     "configure",
+    "install",
+    "installed",
     "observe",
     "record_problems",
     "refuse_builds",
     "scaled_dot_product_attention",
     "stats",
+    "uninstall",
     "use_backends",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -62,8 +63,14 @@ def scaled_dot_product_attention(
     try:
         pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
         # Most calls are like the one before them: the next layer, the next step.
-        alike = attn_mask is None and last.flags == flags and last.check(query, key, value) and not pointers & 15
+        # The check ends the process on a nested tensor, whose sizes and strides raise where nothing may (torch 2.11).
+        nested = query.is_nested or key.is_nested or value.is_nested
+        alike = (
+            attn_mask is None and last.flags == flags and not (pointers & 15 or nested)
+            and last.check(query, key, value)
+        )  # fmt: skip
         signature = () if alike else (
+            type(query), type(key), type(value), type(attn_mask),
             query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
             key.shape, key.stride(), key.dtype, key.device, key.requires_grad,
             value.shape, value.stride(), value.dtype, value.device, value.requires_grad,
@@ -87,6 +94,17 @@ def scaled_dot_product_attention(
     return entry.route(query, key, value, attn_mask)
 
 
+def _in_graph(*arguments: Any, **options: Any) -> torch.Tensor:
+    """What torch.compile sees in its place; eager calls never come here."""
+    from .torch_op import attention
+
+    return attention(*arguments, **options)
+
+
+# Dynamo's own way to name what it shall trace instead of a function (compiled functions and torch.jit's have it).
+scaled_dot_product_attention._torchdynamo_inline = _in_graph  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def use_backends(*names: str) -> Iterator[None]:
     """Try these backends, in this order, for the calls in the block; one name is strict.
@@ -100,3 +118,18 @@ def use_backends(*names: str) -> Iterator[None]:
         yield
     finally:
         _order.reset(token)
+
+
+@contextlib.contextmanager
+def _use_backends_in_graph(*names: str) -> Iterator[None]:
+    """The same for a block inside a compiled function: dynamo follows a list, not a context variable."""
+    from .torch_op import blocks
+
+    blocks.append(names)
+    try:
+        yield
+    finally:
+        blocks.pop()
+
+
+use_backends._torchdynamo_inline = _use_backends_in_graph  # type: ignore[attr-defined]

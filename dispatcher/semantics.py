@@ -165,6 +165,13 @@ class Call(NamedTuple):
             raise InvalidCallError(
                 "a tensor made under torch.inference_mode() cannot take part in a call that needs gradients; clone it"
             )
+        own = [type(tensor).__name__ for tensor in self.tensors() if _dispatches(tensor)]
+        if own:
+            raise InvalidCallError(
+                f"{own[0]} is a kind of tensor with operators of its own (__torch_dispatch__) and is not supported: "
+                "give its local or inner tensors (DTensor.to_local()), or call torch's own function, which "
+                "sidestep.install() does for such tensors"
+            )
         mask = None if self.attn_mask is None else TensorInfo.of(self.attn_mask)
         infos = (TensorInfo.of(self.query), TensorInfo.of(self.key), TensorInfo.of(self.value))
         validate(*infos, mask, self.dropout_p, self.is_causal, self.enable_gqa)
@@ -212,6 +219,12 @@ def is_canonical(call: Call) -> bool:
     if mask is not None and mask.dim() != 4:
         return False
     return not any(map(_misaligned, call.tensors()))
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    """DTensor, FakeTensor, jagged tensors and their like, which have no memory of their own to give to a kernel."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    return getattr(dispatch, "__name__", "") != "_disabled_torch_dispatch_impl"  # what plain tensors have
 
 
 def _misaligned(tensor: torch.Tensor) -> bool:

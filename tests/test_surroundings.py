@@ -315,6 +315,51 @@ def test_under_vmap_the_text_says_so() -> None:
         torch.vmap(lambda q: sdpa(q, q, q))(query)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    """After a call of the same flags too: the check for calls like the one before must not see one."""
+    plain = tensors(4, grad=False)
+    for _ in range(2):
+        sdpa(*plain)
+    nested = torch.nested.nested_tensor([torch.randn(4, 2, 8)], layout=layout).transpose(1, 2)
+    for place in range(4):
+        given = [nested if place in (index, 3) else tensor for index, tensor in enumerate(plain)]
+        with pytest.raises(sidestep.InvalidCallError, match=r"not supported"):
+            sdpa(*given)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_with_operators_of_their_own_are_refused(counters: Counters) -> None:
+    """A kernel would be given their data_ptr(), which is 0; a route for a plain tensor is none for them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    plain = tensors(4, grad=False)
+    for _ in range(2):
+        sdpa(*plain)
+        sdpa(*plain, attn_mask=torch.zeros(4, 4))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        distributed = [distribute_tensor(tensor, mesh) for tensor in plain]
+        mask = distribute_tensor(torch.zeros(4, 4), mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    with FakeTensorMode():
+        fake = [torch.empty(1, 2, 4, 8) for _ in range(3)]
+    with pytest.raises(sidestep.InvalidCallError, match=r"DTensor .* not supported.*to_local"):
+        sdpa(*distributed)
+    with pytest.raises(sidestep.InvalidCallError, match=r"FakeTensor .* not supported"):
+        sdpa(*fake)
+    with pytest.raises(sidestep.InvalidCallError, match=r"DTensor .* not supported"):
+        sdpa(*plain, attn_mask=mask)
+    assert sdpa(*(tensor.to_local() for tensor in distributed)).shape == (1, 2, 4, 8)
+    assert counters.selections == 2
+
+
 def test_names_may_be_any_text_and_nothing_else() -> None:
     class Name(str):
         __slots__ = ()
