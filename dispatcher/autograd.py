@@ -42,10 +42,9 @@ def route(served: Served) -> Any:
             except Exception as error:  # noqa: BLE001 - like every other failure: classified and recorded
                 return recover_backward(error, served, grad_output, saved[:4])
 
-    Attention.served = served  # type: ignore[attr-defined]  # torch_op.py asks a result who served it
+    Attention.served = served
     # Function.apply without its Python wrapper, which looks for functorch transforms (8 us of 25, H200): under those, a
     # call has failed before, for their tensors have no data_ptr() for the signature.
-    Attention.served = served
     return super(torch.autograd.Function, Attention).apply
 
 
