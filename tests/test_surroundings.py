@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -261,6 +263,36 @@ def test_a_fork_during_a_selection_does_not_hang() -> None:
     finally:
         registry._added.pop("slow")
         registry.get.cache_clear()
+
+
+LOADER = """
+import sys, torch, sidestep
+
+class Attending(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        x = torch.full((1, 2, 4 + index, 8), float(index))
+        return sidestep.scaled_dot_product_attention(x, x, x)[0, 0, 0, 0]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    sidestep.install()
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+    loader = torch.utils.data.DataLoader(Attending(), num_workers=2, multiprocessing_context=sys.argv[1])
+    print([round(float(batch), 3) for _ in range(2) for batch in loader])
+    torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loaders_are_harmless(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "loader.py"
+    script.write_text(LOADER)
+    done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([0.0, 1.0, 2.0, 3.0] * 2)
 
 
 def test_deterministic_mode_is_no_other_problem_without_gradients(counters: Counters) -> None:
