@@ -136,11 +136,11 @@ class Layer(torch.nn.Module):
             left, right = heads.chunk(2, -1)
             return heads * cos + torch.cat((-right, left), -1) * sin
 
-        mixed = attention(rotate(query), rotate(key), value, is_causal=True)
+        mixed: torch.Tensor = attention(rotate(query), rotate(key), value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, size))
         y = self.norms[1](x)
-        result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
-        return result
+        fed: torch.Tensor = self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + fed
 
 
 class Llama(torch.nn.Module):

@@ -111,6 +111,10 @@ class _Symbol(_Through):
     def name(self) -> str:
         return _Name(self._inner.name)
 
+    @property
+    def id(self) -> str:
+        return _Name(self._inner.id)
+
 
 class _Name(str):
     """Equal to every name of an attention operator."""

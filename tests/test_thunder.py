@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestep.thunder_executor as executor_module
 from sidestep.problem import AttentionProblem
+from sidestep.scripts import thunder_peers
 
 sdpa: Any = torch.nn.functional.scaled_dot_product_attention
 ROOT = Path(__file__).resolve().parent.parent
@@ -345,13 +346,15 @@ def test_the_backward_drops_what_the_forward_dropped(recomputed: bool) -> None:
 
     def function(q: Any, k: Any, v: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
-            return sdpa(q, k, v, dropout_p=0.5)
+            return sdpa(q, k, v, dropout_p=0.5).view(16, 16) * 2.0  # what follows it is recomputed
 
         return checkpoint(attend, q, k, v, use_reentrant=False) if recomputed else attend(q, k, v)
 
     query, key, value = qkv(1, 2, 16, 8)
-    output = jit(function)(query, key, value)
+    jitted = jit(function)
+    output = jitted(query, key, value)
     weight = torch.randn(output.shape)
+    assert FORWARD not in operators(jitted, backward=True)
     (grad,) = torch.autograd.grad((output * weight).sum(), value)
     torch.testing.assert_close((grad * value).sum(), (output * weight).sum())
 
@@ -517,3 +520,31 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     run["model"](run["x"], run["mask"]).square().mean().backward()  # torch alone
     for name, parameter in run["model"].named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+# --- Thunder's own tests with Sidestep first --------------------------------------------------------------------------
+
+
+def test_peers_lose_nothing_silently() -> None:
+    own = {"a": "passed", "b": "passed", "c": "failed", "d": "skipped", "e": "xfailed", "f": "xpassed", "g": "off by 1"}
+    ours = {"a": "passed", "b": "off by 2", "c": "passed", "d": "skipped", "e": "xpassed", "g": "off by 1"}
+    found = thunder_peers.compare(own, ours)
+    assert found["lost"] == {"b": "off by 2", "f": "missing"}
+    assert found["won"] == {"c": "failed", "e": "xfailed"}
+    assert found["neither"] == {"g": {"thunder": "off by 1", "sidestep": "off by 1"}}
+    assert found["thunder"] == {"passed": 2, "failed": 2, "skipped": 1, "xfailed": 1, "xpassed": 1}
+
+
+def test_peers_samples_are_compared_with_float64() -> None:
+    """Right numbers pass; wrong ones, wrong mask gradients and NaN do not."""
+
+    class Sample:
+        args, kwargs = tuple(qkv(1, 2, 5, 8)), {"attn_mask": torch.randn(5, 5, requires_grad=True)}
+
+    def without_mask_gradient(*args: Any, attn_mask: torch.Tensor) -> Any:
+        return sdpa(*args, attn_mask=attn_mask * 0.5 + attn_mask.detach() * 0.5)
+
+    assert thunder_peers.right(jit(lambda *a, **k: sdpa(*a, **k)), Sample) == "passed"
+    assert "output: off by nan" in thunder_peers.right(lambda *a, **k: sdpa(*a, **k) * torch.nan, Sample)
+    assert "output: off by" in thunder_peers.right(lambda *a, **k: sdpa(*a, **k) * 1.001, Sample)
+    assert "gradient 4 of 4" in thunder_peers.right(without_mask_gradient, Sample)
