@@ -516,11 +516,12 @@ def test_work_that_cannot_be_done_here_reports_what_was_done(tmp_path: Path) -> 
 
 
 def test_a_stopped_worker_starts_no_child() -> None:
+    before = children_of(os.getpid())  # of tests that ran earlier in this process
     worker = Worker()
     worker.stop()
     with pytest.raises(WorkerError, match="stopped"):
         worker.ask(parse(CPU).items[0].problem)
-    assert not children_of(os.getpid())
+    assert children_of(os.getpid()) <= before
 
 
 def test_a_bug_in_strict_mode_ends_the_children_and_reports_what_was_done(odd: Path, tmp_path: Path) -> None:
