@@ -108,14 +108,14 @@ class Rule:
             return False
         if not all(_holds(_FACTS[name][1](problem), test) for name, test in self.when.items()):
             return False
-        here = (
-            {**self.versions}
-            if self.architecture is None
-            else {**self.versions, "compute_capability": self.architecture}
+        required = dict(self.versions)
+        if self.architecture is not None:
+            if problem.device != "cuda":
+                return False
+            required["compute_capability"] = self.architecture
+        return all(
+            name not in facts or _holds(_version(facts[name]), _versions(test)) for name, test in required.items()
         )
-        if self.architecture is not None and problem.device != "cuda":
-            return False
-        return all(name not in facts or _holds(_version(facts[name]), _versions(test)) for name, test in here.items())
 
 
 def _holds(value: Any, test: Any) -> bool:

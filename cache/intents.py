@@ -40,6 +40,11 @@ class Crash:
     time: float
     count: int
 
+    @property
+    def summary(self) -> str:
+        """One line: the dump's first, where there is one."""
+        return self.dump.strip().partition("\n")[0] or f"{self.count} builds ended their process"
+
 
 class _FaultHandler:
     """The process's fault handler, lent to the builds that run: it writes to the one begun last."""

@@ -64,9 +64,9 @@ def scaled_dot_product_attention(
         pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
         # Most calls are like the one before them: the next layer, the next step.
         # The check ends the process on a nested tensor, whose sizes and strides raise where nothing may (torch 2.11).
-        nested = query.is_nested or key.is_nested or value.is_nested
         alike = (
-            attn_mask is None and last.flags == flags and not (pointers & 15 or nested)
+            attn_mask is None and last.flags == flags
+            and not (pointers & 15 or query.is_nested or key.is_nested or value.is_nested)
             and last.check(query, key, value)
         )  # fmt: skip
         signature = () if alike else (

@@ -36,12 +36,7 @@ def cache_export(
 ) -> None:
     """Write what the cache holds to FILE, a bundle."""
     report = bundles.export(file, _kinds(failures_only, plans_only), backend, environment)
-    if as_json:
-        _print_json(report)
-    else:
-        _print_groups(report)
-        _print_refused(report, "left out")
-        click.echo(f"{file}: {_totals(report)}", err=True)
+    _tell(report, as_json, "left out", file)
 
 
 @cache.command("import")
@@ -56,15 +51,9 @@ def cache_import(file: Path, failures_only: bool, plans_only: bool, as_json: boo
     """
     report = bundles.take(file, _kinds(failures_only, plans_only))
     bundles.locate(report.groups.values())
-    if as_json:
-        _print_json(report, written=report.written, unchanged=report.unchanged)
-    else:
-        _print_groups(report)
-        _print_refused(report, "refused")
-        click.echo(
-            f"{file}: {_totals(report)}; {report.written} taken, {report.unchanged} here already as new or newer",
-            err=True,
-        )
+    taken = f"; {report.written} taken, {report.unchanged} here already as new or newer"
+    _tell(report, as_json, "refused", file, taken, written=report.written, unchanged=report.unchanged)
+    if not as_json:
         for line in place_text(report):
             click.echo(line, err=True)
     sys.exit(1 if report.refused else 0)
@@ -80,12 +69,7 @@ def cache_merge(files: tuple[Path, ...], output: Path, as_json: bool) -> None:
     Exit code 1 where anything was refused.
     """
     report = bundles.merge(files, output)
-    if as_json:
-        _print_json(report)
-    else:
-        _print_groups(report)
-        _print_refused(report, "refused")
-        click.echo(f"{output}: {_totals(report)}", err=True)
+    _tell(report, as_json, "refused", output)
     sys.exit(1 if report.refused else 0)
 
 
@@ -95,12 +79,7 @@ def cache_merge(files: tuple[Path, ...], output: Path, as_json: bool) -> None:
 def cache_info(file: Path | None, as_json: bool) -> None:
     """What the cache, or FILE, a bundle, holds: by environment and backend."""
     report = bundles.info(file)
-    if as_json:
-        _print_json(report)
-    else:
-        _print_groups(report)
-        _print_refused(report, "damaged")
-        click.echo(f"{file or cli._place()}: {_totals(report)}", err=True)
+    _tell(report, as_json, "damaged", file or cli._place())
 
 
 @cache.command("clear")
@@ -159,10 +138,21 @@ def _totals(report: bundles.Report) -> str:
     return f"{failures} failure record{'' if failures == 1 else 's'}, {plans} plan{'' if plans == 1 else 's'}"
 
 
-def _print_json(report: bundles.Report, **more: Any) -> None:
-    items = [group.to_json() for group in report.groups.values()]
-    refused = [dataclasses.asdict(one) for one in report.refused]
-    click.echo(json.dumps({"schema": 1, "items": items, "refused": refused, **more}))
+def _tell(
+    report: bundles.Report, as_json: bool, refused: str, place: Path | str, more: str = "", **more_json: Any
+) -> None:
+    """Print a report: `refused` says what was done to what was not taken, `place` where the rest is."""
+    if as_json:
+        items = [group.to_json() for group in report.groups.values()]
+        click.echo(
+            json.dumps(
+                {"schema": 1, "items": items, "refused": list(map(dataclasses.asdict, report.refused)), **more_json}
+            )
+        )
+        return
+    _print_groups(report)
+    _print_refused(report, refused)
+    click.echo(f"{place}: {_totals(report)}{more}", err=True)
 
 
 def _print_groups(report: bundles.Report) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import attention, settings
-from .backends import registry
+from . import attention, routing
 from .errors import InvalidCallError
 
 _DEVICES = ("cpu", "cuda")
@@ -136,19 +135,8 @@ scaled_dot_product_attention._torchdynamo_inline = _in_graph  # type: ignore[att
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
-def _torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    output: torch.Tensor = _original(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+def _torch(*arguments: Any) -> torch.Tensor:
+    output: torch.Tensor = _original(*arguments[:6], scale=arguments[6], enable_gqa=arguments[7])
     return output
 
 
@@ -172,11 +160,10 @@ def permitted() -> tuple[str, ...]:
     What `sdpa_kernel` says of torch's kernels is said of Sidestep's use of them; its priorities are not looked at, for
     the order is Sidestep's.
     """
-    order = attention._get_order() or settings.get().backends
-    return _permitted((order,) if isinstance(order, str) else tuple(order), _flash(), _cudnn(), _efficient(), _math())
+    return _permitted(routing.backends_of(attention._get_order()), _flash(), _cudnn(), _efficient(), _math())
 
 
 @functools.lru_cache(maxsize=64)
 def _permitted(order: tuple[str, ...], flash: bool, cudnn: bool, efficient: bool, math: bool) -> tuple[str, ...]:
     switches = {"cudnn": cudnn, "torch_efficient": efficient, "torch_math": math}
-    return tuple(name for name in registry.expand(order) if switches.get(name, flash))
+    return tuple(name for name in order if switches.get(name, flash))

@@ -142,7 +142,7 @@ def want(problem: AttentionProblem) -> None:
     counters.refused_builds += 1
     key = _WANTED + problem.digest()
     if once(key):
-        stores.get("plans").set(key, frame(json.dumps(problem.to_json()).encode()))
+        mark(key, problem.to_json())
 
 
 def wanted() -> list[AttentionProblem]:

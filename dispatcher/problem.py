@@ -57,6 +57,13 @@ class Layout:
         """A layout with canonical strides; contiguous when `stride` is None."""
         return cls(tuple(shape), canonical_stride(shape, contiguous_stride(shape) if stride is None else stride))
 
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last in memory."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
     def dense(self, shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Strides of a dense tensor of `shape` (default: this shape) with this layout's order of dimensions."""
         return contiguous_stride(self.shape if shape is None else shape, memory_order(self.shape, self.stride))

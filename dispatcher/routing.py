@@ -16,7 +16,7 @@ from .events import counters
 from .selection import Entry, Route
 from .semantics import ALIGNMENT, Call, canonicalize, constant_output, is_canonical, problem_of
 
-__all__ = ["Call", "autocast_dtype", "decide", "miss", "unusable"]
+__all__ = ["Call", "autocast_dtype", "backends_of", "decide", "miss", "unusable"]
 
 
 def miss(
@@ -33,8 +33,7 @@ def miss(
         return known.route(*call[:4])
     counters.misses += 1
     decided = selection.generation
-    names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
-    route, plan, settled = decide(call, registry.expand(names))
+    route, plan, settled = decide(call, backends_of(order))
     if settled and not isinstance(call.scale, torch.Tensor):  # a tensor's number may change
         # Without a mask, aligned, and outside autocast, three tensors and the flags say all.
         aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in call.tensors())
@@ -42,6 +41,16 @@ def miss(
         check = guards.like(*call[:3]) if plain else guards.never
         selection.install(signature, Entry(route, flags, check, plan), decided, refusing)
     return route(*call[:4])
+
+
+def backends_of(order: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The single backends that an order names; None is the one of the settings.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed.
+    """
+    names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
+    return registry.expand(names)
 
 
 def unusable(error: Exception, *tensors: Any) -> InvalidCallError:

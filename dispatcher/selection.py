@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _Tensors = Sequence["torch.Tensor | None"]
 _Result = TypeVar("_Result")
+_Outcome = TypeVar("_Outcome")
 
 _memory = plans.Memory()
 # What loading costs (5 ms a graph): a plan that is built as quickly is not worth a place in the cache.
@@ -94,23 +95,22 @@ class _Case:
     @functools.cached_property
     def key(self) -> str | None:
         """Of the failure."""
-        if self.manifest is None:
-            return None
-        return failure_key(environment.digest(self.manifest), self.backend.name, self._digest)
+        return self._made_by(failure_key)
 
     @functools.cached_property
     def plan_key(self) -> str | None:
         """Of the plan, where the backend's plans can be kept."""
-        if self.manifest is None or not isinstance(self.backend, LoadingBackend):
-            return None
-        return plan_key(environment.digest(self.manifest), self.backend.name, self._digest)
+        return self._made_by(plan_key) if isinstance(self.backend, LoadingBackend) else None
 
     @property
     def verified_key(self) -> str | None:
         """Of the mark that the numbers were found right."""
+        return self._made_by(plans.verified_key)
+
+    def _made_by(self, make: Callable[[str, str, str], str]) -> str | None:
         if self.manifest is None:
             return None
-        return plans.verified_key(environment.digest(self.manifest), self.backend.name, self._digest)
+        return make(environment.digest(self.manifest), self.backend.name, self._digest)
 
     @functools.cached_property
     def _digest(self) -> str:
@@ -237,17 +237,7 @@ def attempt(
         Exception: the step's own, of kind `error`, under SIDESTEP_STRICT=1.
         DeviceLostError: the device cannot be used any more.
     """
-    started = time.perf_counter()
-    try:
-        return step()
-    except SidestepError:
-        raise
-    except Exception as error:
-        with _lock:
-            failed = _failed(error, _Case(backend, problem, target), progress, time.perf_counter() - started)
-        if failed.kind == "error" and settings.get().strict:
-            raise
-        return failed
+    return _guarded(step, _Case(backend, problem, target), progress, False, lambda failed, _: failed)
 
 
 def remembered(backend: Any, problem: Any, target: Target) -> Decision | None:
@@ -298,9 +288,9 @@ def _crashed(case: _Case) -> FailureRecord | None:
     crash = failures.crash(case.key) if case.key and case.backend.builds else None
     if crash is None:
         return None
-    first = crash.dump.strip().splitlines()[0] if crash.dump.strip() else f"{crash.count} builds ended their process"
     progress = Progress("backward" if case.problem.training else "forward", "build")
-    return _note(case, "crash", progress, ("ProcessDied", first, crash.dump or first), 0.0, crash.time)
+    exception = ("ProcessDied", crash.summary, crash.dump or crash.summary)
+    return _note(case, "crash", progress, exception, 0.0, crash.time)
 
 
 def _note(
@@ -369,18 +359,30 @@ def _try(
     tensors: _Tensors | None,
     strict: bool,
 ) -> _Made | tuple[Decision, Exception | None] | None:
-    """Take a step; a failure is classified, recorded and returned, or raised where that is asked for."""
     progress = Progress(on_build=_count_build)
+    taken = functools.partial(step, case, tensors, progress)
+    return _guarded(taken, case, progress, strict, lambda failed, error: (failed, error))
+
+
+def _guarded(
+    step: Callable[[], _Result],
+    case: _Case,
+    progress: Progress,
+    strict: bool,
+    outcome: Callable[[Failed, Exception], _Outcome],
+) -> _Result | _Outcome:
+    """Take a step; a failure is classified, recorded and given to `outcome`, or raised where that is asked for."""
     started = time.perf_counter()
     try:
-        return step(case, tensors, progress)
+        return step()
     except SidestepError:
         raise  # ours, and about something else: a call within the call, a lost device
     except Exception as error:
-        failed = _failed(error, case, progress, time.perf_counter() - started)
+        with _lock:
+            failed = _failed(error, case, progress, time.perf_counter() - started)
         if failed.kind == "error" and (strict or settings.get().strict):
             raise
-        return failed, error
+        return outcome(failed, error)
 
 
 _NO_BUILDS = "nothing may be built now (SIDESTEP_BUILD=never, refuse_builds()); see sidestep warmup --wanted"

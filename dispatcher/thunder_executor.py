@@ -41,8 +41,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import OperatorExecutor, register_executor
 from thunder.transforms.autocast import maybe_downcast_to, register_autocast_rule
 
-from . import __version__, attention, autograd, guards, plans, routing, selection, settings
-from .backends import registry
+from . import __version__, attention, autograd, guards, plans, routing, selection
 from .backends.base import Target
 from .decisions import Untried
 from .errors import InvalidCallError
@@ -102,9 +101,7 @@ def _claims(
     try:
         mask = None if attn_mask is None else infos[3]
         validate(infos[0], infos[1], infos[2], mask, dropout_p, is_causal, enable_gqa)
-        order = attention._get_order()
-        names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
-        return _may_serve(problem, registry.expand(names), query.device)
+        return _may_serve(problem, routing.backends_of(attention._get_order()), query.device)
     except InvalidCallError:
         return False
 
@@ -184,11 +181,10 @@ def _forward(
     else:
         counters.misses += 1
         decided = selection.generation
-        names = settings.get().backends if order is None else (order,) if isinstance(order, str) else order
         query_leaf, key_leaf, value_leaf, mask_leaf = _leaves(tensors, mask_grad)
         call = Call(query_leaf, key_leaf, value_leaf, mask_leaf, dropout_p, bool(is_causal), scale, enable_gqa)
         with torch.enable_grad():
-            found, plan, settled = routing.decide(call, registry.expand(names))
+            found, plan, settled = routing.decide(call, routing.backends_of(order))
         function = autograd.function_of(found)
         route = _Alone(function) if function is not None else functools.partial(_through_autograd, found, mask_grad)
         if settled:

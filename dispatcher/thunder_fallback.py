@@ -48,9 +48,8 @@ from .backends.base import Direction, Progress, Target, Verdict
 from .decisions import Decision, Failed, Remembered, describe
 from .errors import NoBackendError
 from .problem import AttentionProblem
-from .semantics import TensorInfo
 from .symbol_problem import SymbolProblem
-from .thunder_traces import attention_problem, keep_from_recomputation, number
+from .thunder_traces import attention_problem, info_of, keep_from_recomputation
 
 _ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _MAX_SIGNATURES = 4096
@@ -526,11 +525,9 @@ def _problem(bsym: Any, training: bool, actual: dict[str, Any] | None = None) ->
 
 def _description(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, TensorProxy)):
-        info = TensorInfo.of(value) if isinstance(value, torch.Tensor) else None
-        shape = info.shape if info else tuple(map(number, value.shape))
-        dtype = info.dtype if info else str(dtypes.to_torch_dtype(value.dtype)).removeprefix("torch.")
-        found: dict[str, Any] = {"shape": list(shape), "dtype": dtype}
-        return {**found, "stride": list(value.stride())} if info else found
+        info = info_of(value)
+        stride = {"stride": list(value.stride())} if isinstance(value, torch.Tensor) else {}
+        return {"shape": list(info.shape), "dtype": info.dtype, **stride}
     if isinstance(value, NumberProxy):
         return {"number": value.python_type.__name__}
     if value is None or isinstance(value, (bool, int, str)):

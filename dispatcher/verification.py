@@ -231,11 +231,8 @@ def _mask(drawn: torch.Tensor, problem: AttentionProblem, data: str) -> torch.Te
 def _place(numbers: torch.Tensor, layout: Layout, dtype: str) -> torch.Tensor:
     """`numbers`, of size 1 in expanded dimensions, in a layout; between them NaN, where the dtype has it."""
     kind = getattr(torch, dtype)
-    if 0 in layout.shape:
-        return torch.empty_strided(layout.shape, layout.stride, dtype=kind, device=numbers.device)
-    extent = 1 + sum((size - 1) * step for size, step in zip(layout.shape, layout.stride, strict=True))
     filling = torch.nan if kind.is_floating_point else 0
-    whole = torch.full((extent,), filling, dtype=kind, device=numbers.device)
+    whole = torch.full((layout.extent,), filling, dtype=kind, device=numbers.device)
     whole.as_strided(numbers.shape, layout.stride).copy_(numbers)
     return whole.as_strided(layout.shape, layout.stride)
 

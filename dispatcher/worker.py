@@ -140,8 +140,7 @@ class Worker:
         try:
             child.wait(0 if at_once else _ABORT_LIMIT_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # compilers that it started included
+            _kill(child)
             child.wait()
         child.stdout.close()
 
@@ -151,8 +150,7 @@ class Worker:
             self._stopped = True
             child = self._child
             if child is not None and child.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # compilers that it started included
+                _kill(child)
 
     def ask(
         self,
@@ -290,6 +288,12 @@ class Worker:
         self.close(at_once=True)
 
 
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """With the compilers that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 class _HungError(Exception):
     """No message in time."""
 
@@ -311,7 +315,6 @@ def _keep_death(
         crash = failures.crash(key) if key else None
         if key is None or crash is None:
             continue
-        first = crash.dump.strip().partition("\n")[0] or f"{crash.count} builds ended their process"
         failures.note(
             key,
             kind,
@@ -322,7 +325,7 @@ def _keep_death(
             stage="build",
             exception=(
                 "TimeoutError" if kind == "timeout" else "ProcessDied",
-                f"{how}: {first}" if kind == "crash" else how,
+                f"{how}: {crash.summary}" if kind == "crash" else how,
                 crash.dump or how,
             ),
             duration=seconds,
@@ -438,8 +441,7 @@ def random_tensors(problem: AttentionProblem, target: Target) -> tuple[torch.Ten
     device = torch.device("cpu") if target.index < 0 else torch.device("cuda", target.index)
 
     def make(layout: Any, dtype: str) -> torch.Tensor:
-        extent = 1 + sum((size - 1) * step for size, step in zip(layout.shape, layout.stride, strict=True))
-        numbers = torch.randn(max(extent, 0), device=device)
+        numbers = torch.randn(layout.extent, device=device)
         whole = numbers > 0 if dtype == "bool" else numbers.to(getattr(torch, dtype))
         return whole.as_strided(layout.shape, layout.stride)
 

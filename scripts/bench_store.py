@@ -23,6 +23,7 @@ from sidestep.cache import FailureRecord, failure_key
 from sidestep.cache.disk_store import DiskStore
 from sidestep.environment import digest
 from sidestep.problem import AttentionProblem, Layout
+from sidestep.scripts import report
 
 # Seconds; the targets that the project sets itself.
 TARGETS = {"open": 0.1, "first_hit": 0.002, "first_miss": 0.002, "list_last_50": 1.0}
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="Fill this one, or measure it where it is filled; and keep it.")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.json"))
+    parser.add_argument("--output", type=Path, default=report.PLACE)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = arguments.folder or Path(temporary)
@@ -158,8 +159,7 @@ def main() -> int:
         medians = measure(folder, arguments.records, arguments.rounds)
         size = sum(path.stat().st_size for path in itertools.chain([database], database.parent.glob("cache.db-*")))
     reached = {name: medians[name] <= target for name, target in TARGETS.items()}
-    report = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    report["store"] = {
+    results = {
         "records": arguments.records,
         "bytes": size,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU needed",
@@ -168,8 +168,8 @@ def main() -> int:
         "at_most": TARGETS,
         "reached": reached,
     }
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report["store"], indent=2))
+    report.keep(arguments.output, "store", results)
+    print(json.dumps(results, indent=2))
     return 0 if all(reached.values()) else 1
 
 
