@@ -1,11 +1,15 @@
 """What attention costs under `thunder.jit` with Sidestep, and with Thunder's own executors. Meant for an NVIDIA GPU.
 
-    python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu]
+    python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu] [--frontend DIR]
 
 Per call: the CPU time to issue a tiny call, and its time with an LLM shape, without and with gradients. Then a training
 step of a small Llama. Contestants take turns round by round; medians are reported. One of Thunder's executors that
-fails here is named with its exception: its cudnn executor needs nvidia-cudnn-frontend 1.26 or older (1.23.0 for
-cuDNN 9.19), in an environment of its own, where `sidestep` cannot be installed with its dependencies.
+fails here is named with its exception. Its cudnn executor needs an older frontend than Sidestep; with
+
+    pip install --no-deps --target DIR nvidia-cudnn-frontend==1.23.0
+
+Thunder's executors are measured once more, in a process with that frontend: what fails here is taken from there, and
+the others show, beside their times here, how far the two processes can be compared.
 
 Targets, on a GPU: a tiny call at most a quarter of Thunder's cudnn executor and no more than its sdpa executor; a step
 no slower than the best of Thunder's. Where one is missed the exit code is 1. On the CPU, where Thunder's attention
@@ -16,7 +20,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +38,13 @@ from sidestep.scripts import report
 
 Function = Callable[[], Any]
 attention: Any = torch.nn.functional.scaled_dot_product_attention
+TINY = ("tiny call", "tiny, with gradients")
+STEP = "step of a small Llama"
+# Sidestep's time over another's, at most.
+LIMITS = {
+    **{key: {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0} for key in TINY},
+    STEP: {"thunder_cudnn": 1.0, "thunder_sdpa": 1.0},
+}
 
 
 def microseconds(
@@ -64,22 +78,26 @@ def microseconds(
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
-def executor_lists(device: str) -> dict[str, list[Any]]:
-    """Contestant -> executors."""
+def executor_lists(device: str, only_own: bool) -> dict[str, list[Any]]:
+    """Contestant -> executors; Thunder's own only, where that is asked for."""
     import thunder
-
-    import sidestep.thunder_executor
 
     claiming = ("cudnn", "sdpa")
     rest = [one for one in thunder.get_default_executors() if one.name not in claiming]
     own = {f"thunder_{name}": [name, *rest] for name in claiming} if device == "cuda" else {"thunder": rest}
+    if only_own:
+        return own
+    import sidestep.thunder_executor
+
     return {"sidestep": [sidestep.thunder_executor.executor, *rest], **own}
 
 
-def working(make: Callable[[list[Any]], Function], device: str, failed: dict[str, str]) -> dict[str, Function]:
+def working(
+    make: Callable[[list[Any]], Function], device: str, failed: dict[str, str], only_own: bool
+) -> dict[str, Function]:
     """The contestants that run; why the others do not goes into `failed`."""
     found = {}
-    for name, executors in executor_lists(device).items():
+    for name, executors in executor_lists(device, only_own).items():
         try:
             function = make(executors)
             function()
@@ -190,46 +208,71 @@ def training_step(device: str) -> Callable[[list[Any]], Function]:
     return make
 
 
+def measure(device: str, failed: dict[str, str], own: bool = False) -> dict[str, dict[str, float]]:
+    """Benchmark -> contestant -> microseconds; of Thunder's `own` executors only, where that is asked for."""
+    gpu = device == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    tiny, large = (1, 2, 64, 64), (4, 32, 4096, 128) if gpu else (1, 2, 128, 64)
+    rounds = 41 if gpu else 7
+    sizes = "x".join(map(str, large))
+    benches: list[tuple[str, Callable[[list[Any]], Function], int, bool]] = [
+        (TINY[0], call(tiny, dtype, device, False), 100, False),
+        (TINY[1], call(tiny, dtype, device, True), 50, False),
+        (f"call {sizes}", call(large, dtype, device, False), 5, True),
+        (f"{sizes}, with gradients", call(large, dtype, device, True), 5, True),
+        (STEP, training_step(device), 3, True),
+    ]
+    return {
+        name: microseconds(working(make, device, failed, own), device, rounds, calls, busy)
+        for name, make, calls, busy in benches
+    }
+
+
+def elsewhere(device: str, frontend: Path) -> dict[str, dict[str, float]]:
+    """What `measure` finds of Thunder's executors in a process with another frontend."""
+    paths = [str(frontend.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve()), "--device", device, "--own"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> int:
     """Run every comparison, print it, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=report.PLACE)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--frontend", type=Path, metavar="DIR", help="a folder with the frontend for Thunder's own")
+    parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device: str = options.device
     if device == "cuda" and not torch.cuda.is_available():
         print("bench_thunder needs an NVIDIA GPU, and torch sees none here; --device cpu for a try", file=sys.stderr)
         return 1
-    gpu = device == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    tiny, large = (1, 2, 64, 64), (4, 32, 4096, 128) if gpu else (1, 2, 128, 64)
-    rounds = 41 if gpu else 7
-    results: dict[str, Any] = {}
+    if options.own:
+        print(json.dumps(measure(device, {}, own=True)))
+        return 0
+    other = elsewhere(device, options.frontend) if options.frontend else {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         sidestep.configure(cache_dir=folder)
-        benches: list[tuple[str, Callable[[list[Any]], Function], int, bool, dict[str, float]]] = [
-            ("tiny call", call(tiny, dtype, device, False), 100, False, {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0}),
-            (
-                "tiny, with gradients",
-                call(tiny, dtype, device, True),
-                50,
-                False,
-                {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0},
-            ),
-            (f"call {'x'.join(map(str, large))}", call(large, dtype, device, False), 5, True, {}),
-            (f"{'x'.join(map(str, large))}, with gradients", call(large, dtype, device, True), 5, True, {}),
-            ("step of a small Llama", training_step(device), 3, True, {"thunder_cudnn": 1.0, "thunder_sdpa": 1.0}),
-        ]
-        for name, make, calls, busy, limits in benches:
-            times = microseconds(working(make, device, failed), device, rounds, calls, busy)
-            ratios = {other: round(times["sidestep"] / t, 3) for other, t in times.items() if other != "sidestep"}
-            missed = [other for other, ratio in ratios.items() if ratio > limits.get(other, ratio)]
-            results[name] = {**times, "ratio": ratios, "at_most": limits if gpu else {}, "missed": missed}
-            print(f"{name:36} {results[name]}")
+        measured = measure(device, failed)
+    results: dict[str, Any] = {}
+    for name, times in measured.items():
+        there = other.get(name, {})
+        ratios = {one: round(times["sidestep"] / t, 3) for one, t in {**there, **times}.items() if one != "sidestep"}
+        limits = LIMITS.get(name, {}) if device == "cuda" else {}
+        missed = [one for one, ratio in ratios.items() if ratio > limits.get(one, ratio)]
+        results[name] = {**times, "other_frontend": there, "ratio": ratios, "at_most": limits, "missed": missed}
+        print(f"{name:36} {results[name]}")
     for name, why in failed.items():
         print(f"{name} does not work here: {why}")
-    found = {**report.circumstances(), "device_type": device, "rounds": rounds, "results": results, "failed": failed}
+    found = {**report.circumstances(), "device_type": device, "results": results, "failed": failed}
     report.keep(options.output, "thunder", found)
     return 1 if any(result["missed"] for result in results.values()) else 0
 
