@@ -117,6 +117,7 @@ class CudnnBackend:
     def load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes]) -> Plan:
         """See `LoadingBackend.load`."""
         if target.profile is not None:
+            _deserialized(graphs, device_property=target.profile.device_property())
             return AbsentPlan()
         return self._load(problem, target, graphs, self._padded(problem, target))
 
@@ -128,14 +129,7 @@ class CudnnBackend:
     def _load(
         self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes], padded: frozenset[Direction]
     ) -> Plan:
-        import cudnn
-
-        handle, loaded = _handle(target.index), {}
-        takes_bytes = bool(_as_bytes())
-        for direction, blob in graphs.items():
-            loaded[direction] = cudnn.pygraph(handle=handle)
-            loaded[direction].deserialize(handle, blob if takes_bytes else list(blob))
-        return CudnnPlan(problem, loaded, target.index, padded)
+        return CudnnPlan(problem, _deserialized(graphs, handle=_handle(target.index)), target.index, padded)
 
     def verdict(self, error: Exception) -> Verdict:
         """A refusal is the frontend's own class, or a NOT_SUPPORTED status; without driver or NVRTC it is neither."""
@@ -221,6 +215,17 @@ def _serialized(graph: Any) -> bytes:
         return bytes(graph.serialize(**_as_bytes()))
     except (cudnn.cudnnGraphNotSupportedError, NotImplementedError, RuntimeError):
         return b""
+
+
+def _deserialized(graphs: Mapping[str, bytes], **device: Any) -> dict[str, Any]:
+    """The graphs of serialized ones, for the device of a handle, or for one of which there are only the properties."""
+    import cudnn
+
+    loaded, handle = {}, [device["handle"]] if "handle" in device else []
+    for direction, blob in graphs.items():
+        loaded[direction] = cudnn.pygraph(**device)
+        loaded[direction].deserialize(*handle, blob if _as_bytes() else list(blob))
+    return loaded
 
 
 @functools.cache

@@ -315,6 +315,27 @@ def test_one_builder_per_key_among_processes(tmp_path: Path) -> None:
     assert sum(one["skipped_known_bad"] for one in stats) == 3
 
 
+@pytest.mark.parametrize("keep", [0.5, 0.99])
+def test_a_graph_that_the_frontend_cannot_read_is_built_once_more(tmp_path: Path, keep: float) -> None:
+    """The record is in order, and its key; what is in it is not."""
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("problems: [{batch: 1, heads: 2, query_length: 64, head_size: 64, dtype: float16}]\n")
+    command = [sys.executable, "-m", "sidestep", "warmup", str(spec), "--device", "h200", "--json"]
+
+    def stats() -> dict[str, int]:
+        answer: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        return {name: answer["stats"][name] for name in ("builds", "loads", "load_failures", "build_failures")}
+
+    assert stats() == {"builds": 1, "loads": 0, "load_failures": 0, "build_failures": 0}
+    store = stores.get("plans")
+    (key,) = store.keys("plan/")
+    whole = PlanRecord.from_bytes(store.get(key) or b"")
+    cut = {name: graph[: int(keep * len(graph))] for name, graph in whole.graphs.items()}
+    store.set(key, dataclasses.replace(whole, graphs=cut).to_bytes())
+    assert stats() == {"builds": 1, "loads": 0, "load_failures": 1, "build_failures": 0}
+    assert stats() == {"builds": 0, "loads": 1, "load_failures": 0, "build_failures": 0}
+
+
 def test_a_killed_builder_holds_nothing_up(tmp_path: Path) -> None:
     text = (
         "import pathlib, sys, time\nfrom sidestep.cache import single_flight\n"
