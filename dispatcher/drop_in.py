@@ -129,7 +129,7 @@ def _in_graph(
     return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-scaled_dot_product_attention._torchdynamo_inline = _in_graph  # type: ignore[attr-defined]  # see attention.py
+attention.traced_as(scaled_dot_product_attention, _in_graph)
 
 # torch.jit.script knows functions by their id, and compiles none that it does not know: for it ours is torch's.
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")

@@ -49,6 +49,14 @@ def same(function: Callable[..., Any], inputs: Any, **options: Any) -> None:
     torch.testing.assert_close(results(compiled(function, **options), inputs), results(function, inputs))
 
 
+def test_the_function_itself_compiled() -> None:
+    """Not a function that calls it: torch.compile looks for what to trace in another way then."""
+    inputs = tensors()
+    same(sdpa, inputs)
+    with sidestep.installed():
+        same(functional.scaled_dot_product_attention, inputs)
+
+
 MASK = torch.ones(10, 10, dtype=torch.bool).tril()
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
