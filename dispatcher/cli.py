@@ -68,10 +68,16 @@ def _names(_context: click.Context, _option: click.Parameter, text: str | None) 
     return names
 
 
+def _seconds(_context: click.Context, _option: click.Parameter, number: float) -> float:
+    if not 0 < number <= 1e9:  # nan too; the operating system's clock ends somewhere beyond
+        raise click.BadParameter(f"expected seconds, more than 0 and 1e9 at most, got {number:g}")
+    return number
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 _backends = click.option("--backends", callback=_names, metavar="A,B", help="Names in the order in which to ask them.")
 _timeout = click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="Seconds per problem."
+    "--timeout", type=float, callback=_seconds, default=300.0, show_default=True, help="Seconds per problem."
 )
 _kind = click.option("--kind", type=click.Choice(get_args(Kind)), help="Only records of this kind.")
 
@@ -186,7 +192,13 @@ def _one_backend(_context: click.Context, _option: click.Parameter, name: str) -
 
 @failures.command("add")
 @click.option("--backend", required=True, callback=_one_backend, help="The backend that is not to serve it.")
-@click.option("--kind", type=click.Choice(["denied"]), required=True, help="A person says so; never tried again.")
+@click.option(
+    "--kind",
+    type=click.Choice(["denied"]),
+    default="denied",
+    show_default=True,
+    help="A person says so; never retried.",
+)
 @click.option("--reason", default="", metavar="TEXT", help="Why; `show` prints it.")
 @_of_problem
 @_json
@@ -200,6 +212,7 @@ def failures_add(backend: str, kind: Kind, reason: str, device: str | None, as_j
     if as_json:
         _print_json([record_json(record)])
     else:
+        click.echo(f"{backend} is not asked any more: {problem_text(record)}", err=True)
         click.echo(record.id)
 
 
@@ -216,16 +229,20 @@ def deny(
         kind: of the record.
 
     Raises:
-        SpecError: the problem cannot be.
+        SpecError: the problem cannot be, or asks no backend.
         WorkerError: the device profile cannot be used here, or the environment that the record would be valid for
             cannot be known.
     """
     from . import environment
     from .backends import registry
     from .cache import failure_key
+    from .semantics import constant_output
+    from .spec import SpecError
     from .worker import WorkerError
 
     device, target, problem = _problem_on(fields, device)
+    if constant_output(problem):
+        raise SpecError(f"nothing to forbid: no backend is asked for zeros or nothing, as the output is of {problem}")
     if device == "cuda" and not _has_gpu():
         raise WorkerError(
             "no GPU here, so the environment that the record would be valid for cannot be known: give the GPU's "
@@ -393,7 +410,7 @@ def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
     except ValueError as error:
         raise WorkerError(f"{record.id} was written by another version, and is kept: {error}") from error
     if record.built_on == "offline":
-        device = device or _shipped_profile(record)
+        device = _shipped_profile(record) if device is None else device
     forgotten = False
     with Worker(device) as worker:
         records.forget(record)
@@ -495,7 +512,8 @@ def _problem_on(fields: Mapping[str, Any], device: str | None) -> tuple[str, Tar
     from .backends.cudnn_offline import OfflineError, check_version, load_profile
     from .worker import WorkerError
 
-    device = device or ("cuda" if _has_gpu() else "cpu")
+    if device is None:
+        device = "cuda" if _has_gpu() else "cpu"
     target = Target(-1 if device == "cpu" else 0)
     if device not in ("cpu", "cuda"):
         try:

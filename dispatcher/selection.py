@@ -571,9 +571,7 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
 def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
     if isinstance(error, verification.WrongNumbersError):
         return "wrong"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
-        return "transient"
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
+    if isinstance(error, ImportError) or lacks_memory(error):
         return "transient"
     name, target = case.backend.name, case.target
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -587,6 +585,13 @@ def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
                 f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
             ) from error
     return case.backend.verdict(error)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether memory, of the host or of the device, was not enough: that says nothing of a configuration."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
 # torch's CPU allocator, the CUDA driver and run time, cuBLAS and cuDNN.

@@ -213,7 +213,9 @@ class Worker:
     def _start(self) -> None:
         if self._child is not None:
             return
-        command = [sys.executable, "-m", "sidestep.worker", *(["--device", self._device] if self._device else [])]
+        command = [sys.executable, "-m", "sidestep.worker"]
+        if self._device is not None:
+            command += ["--device", self._device]
         with self._lock:
             if self._stopped:
                 raise WorkerError("stopped: no child is started any more")
@@ -423,8 +425,16 @@ def _serve(request: Mapping[str, Any], problem: AttentionProblem, target: Target
             return
     send({"environments": environments})
     before, clock = counters.as_dict(), time.perf_counter()
-    tensors = random_tensors(problem, target) if target.profile is None else None
-    decisions = selection.select(problem, order, target, tensors, strict=False).decisions
+    decisions: tuple[Decision, ...]
+    try:
+        tensors = random_tensors(problem, target) if target.profile is None else None
+    except (MemoryError, RuntimeError) as error:
+        if not selection.lacks_memory(error):
+            raise
+        text = f"its tensors do not fit in memory: {str(error).splitlines()[0]}"
+        decisions = tuple(Failed(name, "transient", text) for name in order)
+    else:
+        decisions = selection.select(problem, order, target, tensors, strict=False).decisions
     grown = {name: value - before[name] for name, value in counters.as_dict().items()}
     seconds = time.perf_counter() - clock
     selection.forget_plans()  # asked once; what a plan holds on the device is free for the next problem
@@ -439,6 +449,8 @@ def random_tensors(problem: AttentionProblem, target: Target) -> tuple[torch.Ten
 
     def make(layout: Any, dtype: str) -> torch.Tensor:
         extent = 1 + sum((size - 1) * step for size, step in zip(layout.shape, layout.stride, strict=True))
+        if extent >= 2**61:  # bytes that torch would not count right
+            raise MemoryError(f"{extent} numbers")
         numbers = torch.randn(max(extent, 0), device=device)
         whole = numbers > 0 if dtype == "bool" else numbers.to(getattr(torch, dtype))
         return whole.as_strided(layout.shape, layout.stride)

@@ -246,7 +246,7 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with zipfile.ZipFile("model.zip", "w") as archive:
         archive.writestr("weights", "1 2 3")
     os.mkfifo("pipe")
-    os.mkdir("folder")
+    Path("folder").mkdir()
     before = {name: Path(name).read_bytes() for name in ("spec.yaml", "model.zip")}
     for name in ("spec.yaml", "model.zip", "pipe", "folder", ""):
         done = run("cache", *command, name)

@@ -348,8 +348,9 @@ def test_a_person_forbids_a_configuration() -> None:
     given = [torch.randn(2, 4, 8, 16) for _ in range(3)]
     sdpa: Any = sidestep.scaled_dot_product_attention
     denied = [*SHAPE, "--dtype", "float32", "--device", "cpu"]
-    done = run("failures", "add", "--backend", "torch_flash", "--kind", "denied", "--reason", "too loud", *denied)
+    done = run("failures", "add", "--backend", "torch_flash", "--reason", "too loud", *denied)
     assert done.exit_code == 0, done.output
+    assert "torch_flash is not asked any more: float32 cpu, batch 2" in done.stderr
     (made,) = failures.records()
     assert done.stdout.strip() == made.id
     assert (made.kind, made.backend, made.exception_text) == ("denied", "torch_flash", "too loud")
@@ -396,7 +397,7 @@ def test_without_the_gpu_or_its_profile_nothing_can_be_forbidden_for_it(monkeypa
     "arguments",
     [
         ["--kind", "denied", *SHAPE],
-        ["--backend", "cudnn", *SHAPE],
+        ["--backend", "cudnn", *SHAPE, "--key-length", "0"],
         ["--backend", "torch", "--kind", "denied", *SHAPE],
         ["--backend", "nobody", "--kind", "denied", *SHAPE],
         ["--backend", "cudnn", "--kind", "error", *SHAPE],
