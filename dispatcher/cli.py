@@ -197,7 +197,7 @@ def _one_backend(_context: click.Context, _option: click.Parameter, name: str) -
     type=click.Choice(["denied"]),
     default="denied",
     show_default=True,
-    help="A person says so; never retried.",
+    help="A person says so.",
 )
 @click.option("--reason", default="", metavar="TEXT", help="Why; `show` prints it.")
 @_of_problem
