@@ -7,11 +7,15 @@ need them: a listing must not wait.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import importlib
+import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -37,9 +41,45 @@ if TYPE_CHECKING:
     from .worker import Answer, ChildError
 
 _PIPE_WIDTH = 1000  # columns: a pipe has no edge at which a line would have to be cut
+_NARROWEST = 20  # columns, in which a sentence can still be read
+_NOT_PRINTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-class _Command(click.Command):
+class _Program(click.Command):
+    """What is started from a shell: it prints to whatever there is, in whatever encoding, and says when it cannot."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        _open_streams()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.filename is not None or error.errno not in _NOT_PRINTED:
+                raise
+            with contextlib.suppress(OSError):
+                click.echo(
+                    f"Error: the output cannot be written ({error.strerror}); what was done stays done", err=True
+                )
+            with open(os.devnull, "w") as nothing:  # for what the interpreter flushes at its end
+                os.dup2(nothing.fileno(), 1)
+            sys.exit(1)
+
+
+def _open_streams() -> None:
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, this one; a database or a bundle would have it otherwise, and what is printed.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class _Command(_Program):
     """Sidestep's own exceptions as click's: a text on stderr, and the exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -50,7 +90,7 @@ class _Command(click.Command):
             raise kind(str(error)) from error
 
 
-class _Group(click.Group):
+class _Group(_Program, click.Group):
     command_class = _Command
     group_class = type
 
@@ -803,17 +843,32 @@ def _print_json(items: Sequence[Any], with_stats: bool = False, error: BaseExcep
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], whole: int) -> None:
-    """A table, as wide as its contents in a pipe; on a terminal the first `whole` columns stay whole, others wrap."""
+    """A table, as wide as its contents in a pipe; on a terminal the first `whole` columns stay whole, others wrap.
+
+    Where a terminal leaves them no room, they are on lines of their own, below.
+    """
+    from rich.cells import cell_len, set_cell_size
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[_clean(cell) for cell in row] for row in rows]
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    widths = [max(map(cell_len, column)) for column in zip(*(row[:whole] for row in (header, *cells)), strict=True)]
+    if sum(widths) + 2 * whole + _NARROWEST * (len(header) - whole) > console.width:
+        for row in (header, *cells):
+            click.echo("  ".join(map(set_cell_size, row, widths)).rstrip())
+            for cell in row[whole:]:
+                click.echo(f"    {cell}")
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(header):
         table.add_column(name, no_wrap=index < whole, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_clean(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    with console.capture() as printed:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _fail(error: ChildError) -> None:
