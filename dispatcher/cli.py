@@ -896,8 +896,7 @@ def _clean(text: str) -> str:
 
 
 def _first_line(record: FailureRecord) -> str:
-    name = record.exception_type.rpartition(".")[2]  # the module's is in `show`
-    text = f"{name}: {record.exception_text}".strip().splitlines()[0]
+    text = records.summary(record.exception_type, record.exception_text)
     return text[: 80 if sys.stdout.isatty() else 200]
 
 

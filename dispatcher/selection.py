@@ -289,7 +289,7 @@ def _remembered(case: _Case) -> Remembered | None:
         record = failures.remembered(case.key, case.problem, case.manifest) or _crashed(case)
     if record is None or (record.kind == "error" and settings.get().strict):
         return None  # under SIDESTEP_STRICT=1 a bug is met again, not remembered
-    text = _summary(record.exception_type, record.exception_text)
+    text = failures.summary(record.exception_type, record.exception_text)
     return Remembered(case.backend.name, record.id, record.kind, text)
 
 
@@ -553,7 +553,7 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
     kind = _verdict(error, case)
     if isinstance(error, verification.WrongNumbersError):
         progress.direction = error.direction
-    text = _summary(_name(error), str(error))
+    text = failures.summary(_name(error), str(error))
     if kind == "transient":
         failed = Failed(name, kind, text)
         if isinstance(error, (ImportError, OSError)):
@@ -644,15 +644,6 @@ def _log(
 def _name(error: Exception) -> str:
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _summary(name: str, text: str) -> str:
-    """One line: the class, and the reason, which the frontend puts behind its own words and a dump of the graph."""
-    sign = next((sign for sign in ("Reason:", "the backend declined:") if sign in text), "")
-    lines = (text.partition(sign)[2] if sign else text).strip().splitlines()
-    if lines and lines[0].endswith(":"):  # the reason comes after it
-        lines[0] = " ".join(map(str.strip, lines[:2]))
-    return f"{name.rpartition('.')[2]}: {lines[0][:200]}" if lines else name
 
 
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]

@@ -96,6 +96,14 @@ def test_list_for_people_has_one_line_a_record_in_a_pipe() -> None:
     assert "\x1b" not in result.stdout
 
 
+def test_a_list_begins_with_the_reason_and_not_with_the_frontends_own_words() -> None:
+    said = "no engine proposed a plan for this graph (the backend declined: head size 264 (of 256 at most))"
+    keep(record(0, exception_text=said), record(1, exception_text="A Reason: because"), record(2, exception_text=""))
+    exceptions = [line.partition("training")[2].strip() for line in run("failures", "list").stdout.splitlines()[1:]]
+    name = "cudnnGraphNotSupportedError"
+    assert exceptions == [f"cudnn.{name}", f"{name}: because", f"{name}: head size 264 (of 256 at most)"]
+
+
 def shown_at(columns: int, *arguments: str) -> str:
     """What a terminal of that width shows, without colours."""
     process, terminal = pty.fork()
