@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import secrets
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .folder import replaceable
 from .records import DamagedRecordError, FailureRecord, PlanRecord
 from .store import StoreError, check_item
 
@@ -230,15 +232,16 @@ def write_bundle(path: Path, records: Iterable[tuple[FailureRecord | PlanRecord,
     It may be read by all (umask permitting): a container's process is often not the user who made the image.
 
     Args:
-        path: The file.
+        path: The file. One that is there is replaced if it is a bundle.
         records: Each with its framed bytes.
 
     Returns:
         How many of each kind.
 
     Raises:
-        OSError: It cannot be written; `path` is as it was.
+        OSError: It cannot be written, or is something else than a bundle; `path` is as it was.
     """
+    path = _replaceable(path)
     counts = dict.fromkeys(KINDS, 0)
     environments: dict[str, dict[str, Any]] = {}
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -268,6 +271,18 @@ def write_bundle(path: Path, records: Iterable[tuple[FailureRecord | PlanRecord,
     finally:
         os.close(folder)
     return counts
+
+
+def _replaceable(path: Path) -> Path:
+    path = replaceable(path)
+    if path.exists() and path.stat().st_size:
+        with contextlib.closing(BundleStore(path)) as bundle:
+            try:
+                bundle.open()
+            except StoreError as error:
+                what = "a file that is no bundle, or a damaged one: it is not replaced, delete it if it is to go"
+                raise FileExistsError(errno.EEXIST, what, str(path)) from error
+    return path
 
 
 def _info(name: str) -> zipfile.ZipInfo:

@@ -56,6 +56,19 @@ def _private(path: Path, *, follow_symlinks: bool) -> None:
         raise PermissionError(errno.EPERM, "writable by others (chmod go-w makes it private)", str(path))
 
 
+def replaceable(path: Path) -> Path:
+    """Return the file that a new one for `path` is to take the place of, links followed: they stay links.
+
+    Raises:
+        OSError: It is a folder, or a device, pipe or socket, of which renaming would make a mere file.
+    """
+    target = Path(os.path.realpath(path))
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise FileExistsError(errno.EEXIST, "not a regular file, so it is not replaced", str(target))
+    return target
+
+
 def refuse_network(path: Path) -> None:
     """Raise OSError when `path` is on a network file system, as far as the kernel tells."""
     try:

@@ -7,11 +7,15 @@ need them: a listing must not wait.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import importlib
+import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -37,9 +41,45 @@ if TYPE_CHECKING:
     from .worker import Answer, ChildError
 
 _PIPE_WIDTH = 1000  # columns: a pipe has no edge at which a line would have to be cut
+_NARROWEST = 20  # columns, in which a sentence can still be read
+_NOT_PRINTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-class _Command(click.Command):
+class _Program(click.Command):
+    """What is started from a shell: it prints to whatever there is, in whatever encoding, and says when it cannot."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        _open_streams()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.filename is not None or error.errno not in _NOT_PRINTED:
+                raise
+            with contextlib.suppress(OSError):
+                click.echo(
+                    f"Error: the output cannot be written ({error.strerror}); what was done stays done", err=True
+                )
+            with open(os.devnull, "w") as nothing:  # for what the interpreter flushes at its end
+                os.dup2(nothing.fileno(), 1)
+            sys.exit(1)
+
+
+def _open_streams() -> None:
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, this one; a database or a bundle would have it otherwise, and what is printed.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class _Command(_Program):
     """Sidestep's own exceptions as click's: a text on stderr, and the exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -50,7 +90,7 @@ class _Command(click.Command):
             raise kind(str(error)) from error
 
 
-class _Group(click.Group):
+class _Group(_Program, click.Group):
     command_class = _Command
     group_class = type
 
@@ -68,10 +108,16 @@ def _names(_context: click.Context, _option: click.Parameter, text: str | None) 
     return names
 
 
+def _seconds(_context: click.Context, _option: click.Parameter, number: float) -> float:
+    if not 0 < number <= 1e9:  # nan too; the operating system's clock ends somewhere beyond
+        raise click.BadParameter(f"expected seconds, more than 0 and 1e9 at most, got {number:g}")
+    return number
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 _backends = click.option("--backends", callback=_names, metavar="A,B", help="Names in the order in which to ask them.")
 _timeout = click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="Seconds per problem."
+    "--timeout", type=float, callback=_seconds, default=300.0, show_default=True, help="Seconds per problem."
 )
 _kind = click.option("--kind", type=click.Choice(get_args(Kind)), help="Only records of this kind.")
 
@@ -186,7 +232,13 @@ def _one_backend(_context: click.Context, _option: click.Parameter, name: str) -
 
 @failures.command("add")
 @click.option("--backend", required=True, callback=_one_backend, help="The backend that is not to serve it.")
-@click.option("--kind", type=click.Choice(["denied"]), required=True, help="A person says so; never tried again.")
+@click.option(
+    "--kind",
+    type=click.Choice(["denied"]),
+    default="denied",
+    show_default=True,
+    help="A person says so.",
+)
 @click.option("--reason", default="", metavar="TEXT", help="Why; `show` prints it.")
 @_of_problem
 @_json
@@ -200,6 +252,7 @@ def failures_add(backend: str, kind: Kind, reason: str, device: str | None, as_j
     if as_json:
         _print_json([record_json(record)])
     else:
+        click.echo(f"{backend} is not asked any more: {problem_text(record)}", err=True)
         click.echo(record.id)
 
 
@@ -216,16 +269,20 @@ def deny(
         kind: of the record.
 
     Raises:
-        SpecError: the problem cannot be.
+        SpecError: the problem cannot be, or asks no backend.
         WorkerError: the device profile cannot be used here, or the environment that the record would be valid for
             cannot be known.
     """
     from . import environment
     from .backends import registry
     from .cache import failure_key
+    from .semantics import constant_output
+    from .spec import SpecError
     from .worker import WorkerError
 
     device, target, problem = _problem_on(fields, device)
+    if constant_output(problem):
+        raise SpecError(f"nothing to forbid: no backend is asked for zeros or nothing, as the output is of {problem}")
     if device == "cuda" and not _has_gpu():
         raise WorkerError(
             "no GPU here, so the environment that the record would be valid for cannot be known: give the GPU's "
@@ -393,7 +450,7 @@ def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
     except ValueError as error:
         raise WorkerError(f"{record.id} was written by another version, and is kept: {error}") from error
     if record.built_on == "offline":
-        device = device or _shipped_profile(record)
+        device = _shipped_profile(record) if device is None else device
     forgotten = False
     with Worker(device) as worker:
         records.forget(record)
@@ -495,7 +552,8 @@ def _problem_on(fields: Mapping[str, Any], device: str | None) -> tuple[str, Tar
     from .backends.cudnn_offline import OfflineError, check_version, load_profile
     from .worker import WorkerError
 
-    device = device or ("cuda" if _has_gpu() else "cpu")
+    if device is None:
+        device = "cuda" if _has_gpu() else "cpu"
     target = Target(-1 if device == "cpu" else 0)
     if device not in ("cpu", "cuda"):
         try:
@@ -785,17 +843,32 @@ def _print_json(items: Sequence[Any], with_stats: bool = False, error: BaseExcep
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], whole: int) -> None:
-    """A table, as wide as its contents in a pipe; on a terminal the first `whole` columns stay whole, others wrap."""
+    """A table, as wide as its contents in a pipe; on a terminal the first `whole` columns stay whole, others wrap.
+
+    Where a terminal leaves them no room, they are on lines of their own, below.
+    """
+    from rich.cells import cell_len, set_cell_size
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[_clean(cell) for cell in row] for row in rows]
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    widths = [max(map(cell_len, column)) for column in zip(*(row[:whole] for row in (header, *cells)), strict=True)]
+    if sum(widths) + 2 * whole + _NARROWEST * (len(header) - whole) > console.width:
+        for row in (header, *cells):
+            click.echo("  ".join(map(set_cell_size, row, widths)).rstrip())
+            for cell in row[whole:]:
+                click.echo(f"    {cell}")
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(header):
         table.add_column(name, no_wrap=index < whole, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_clean(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    with console.capture() as printed:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _fail(error: ChildError) -> None:
@@ -823,8 +896,7 @@ def _clean(text: str) -> str:
 
 
 def _first_line(record: FailureRecord) -> str:
-    name = record.exception_type.rpartition(".")[2]  # the module's is in `show`
-    text = f"{name}: {record.exception_text}".strip().splitlines()[0]
+    text = records.summary(record.exception_type, record.exception_text)
     return text[: 80 if sys.stdout.isatty() else 200]
 
 

@@ -52,6 +52,18 @@ def keep(record: FailureRecord) -> None:
     _intents().clear(record.key)
 
 
+def summary(name: str, text: str) -> str:
+    """One line: the class, and the reason, which the frontend puts behind its own words and a dump of the graph."""
+    sign = next((sign for sign in ("Reason:", "the backend declined:") if sign in text), "")
+    words, _, reason = text.partition(sign) if sign else ("", "", text)
+    if words.endswith("("):
+        reason = reason.strip().removesuffix(")")
+    lines = reason.strip().splitlines()
+    if lines and lines[0].endswith(":"):  # the reason comes after it
+        lines[0] = " ".join(map(str.strip, lines[:2]))
+    return f"{name.rpartition('.')[2]}: {lines[0][:200]}" if lines else name
+
+
 def note(
     key: str,
     kind: Kind,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import events, spec
+from .cache.folder import replaceable
 
 if TYPE_CHECKING:
     from .decisions import Decision
@@ -29,13 +29,12 @@ def record_problems(path: str | os.PathLike[str]) -> Iterator[None]:
     The first call of each kind in the block takes a little longer (some 0.1 ms); nothing is built again.
 
     Args:
-        path: the file, which is replaced when the block ends, also by an exception.
+        path: the file, which is replaced when the block ends, also by an exception; a device or a pipe is refused.
 
     Raises:
         OSError: the file cannot be written; before the block runs, where that shows by then.
     """
-    file = Path(path).absolute()  # the block may change the current folder
-    _require_writable(file)
+    file = _writable(Path(path).absolute())  # the block may change the current folder
     problems: dict[AttentionProblem, None] = {}
 
     def tell(problem: AttentionProblem, _decisions: tuple[Decision, ...]) -> None:
@@ -53,12 +52,12 @@ def record_problems(path: str | os.PathLike[str]) -> Iterator[None]:
         _write(file, list(problems))
 
 
-def _require_writable(file: Path) -> None:
+def _writable(file: Path) -> Path:
+    """The file that is to be replaced, links followed."""
     try:
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=file.parent):
-            pass
+        target = replaceable(file)
+        with tempfile.TemporaryFile(dir=target.parent):
+            return target
     except OSError as error:
         what = f"record_problems cannot write here ({error.strerror}); give a file in a folder of yours that exists"
         raise type(error)(error.errno, what, str(file)) from error

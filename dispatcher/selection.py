@@ -279,7 +279,7 @@ def _remembered(case: _Case) -> Remembered | None:
         record = failures.remembered(case.key, case.problem, case.manifest) or _crashed(case)
     if record is None or (record.kind == "error" and settings.get().strict):
         return None  # under SIDESTEP_STRICT=1 a bug is met again, not remembered
-    text = _summary(record.exception_type, record.exception_text)
+    text = failures.summary(record.exception_type, record.exception_text)
     return Remembered(case.backend.name, record.id, record.kind, text)
 
 
@@ -555,7 +555,7 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
     kind = _verdict(error, case)
     if isinstance(error, verification.WrongNumbersError):
         progress.direction = error.direction
-    text = _summary(_name(error), str(error))
+    text = failures.summary(_name(error), str(error))
     if kind == "transient":
         failed = Failed(name, kind, text)
         if isinstance(error, (ImportError, OSError)):
@@ -573,9 +573,7 @@ def _failed(error: Exception, case: _Case, progress: Progress, duration: float) 
 def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
     if isinstance(error, verification.WrongNumbersError):
         return "wrong"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, ImportError)):
-        return "transient"
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY):
+    if isinstance(error, ImportError) or lacks_memory(error):
         return "transient"
     name, target = case.backend.name, case.target
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -589,6 +587,13 @@ def _verdict(error: Exception, case: _Case) -> Verdict | Literal["wrong"]:
                 f"out of SIDESTEP_BACKENDS; CUDA_LAUNCH_BLOCKING=1 shows the call that failed. ({lost})"
             ) from error
     return case.backend.verdict(error)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether memory, of the host or of the device, was not enough: that says nothing of a configuration."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
 # torch's CPU allocator, the CUDA driver and run time, cuBLAS and cuDNN.
@@ -641,15 +646,6 @@ def _log(
 def _name(error: Exception) -> str:
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _summary(name: str, text: str) -> str:
-    """One line: the class, and the reason, which the frontend puts behind its own words and a dump of the graph."""
-    sign = next((sign for sign in ("Reason:", "the backend declined:") if sign in text), "")
-    lines = (text.partition(sign)[2] if sign else text).strip().splitlines()
-    if lines and lines[0].endswith(":"):  # the reason comes after it
-        lines[0] = " ".join(map(str.strip, lines[:2]))
-    return f"{name.rpartition('.')[2]}: {lines[0][:200]}" if lines else name
 
 
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,22 @@ _DEFAULTS: dict[str, Any] = {
     "device": "cuda",
 }
 FIELDS = (*_SIZES, *_DEFAULTS)
+_MOST = 100_000  # combinations of a SPEC; a graph takes 45 ms to 1.5 s to build, so a day's work on one core
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain types; a key that stands twice is an error, where PyYAML takes the last and says nothing."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The mapping as it is written, before `<<` puts others into it."""
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for key, _ in node.value:
+            name = key.tag, str(key.value)
+            if name in names:
+                raise yaml.composer.ComposerError(None, None, f"{key.value} stands there twice", key.start_mark)
+            names.add(name)
+        return node
 
 
 class SpecError(SidestepError, ValueError):
@@ -108,16 +125,20 @@ def parse(text: str) -> Spec:
         SpecError: naming the entry, and what was wrong.
     """
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:  # its text names line and column
         raise SpecError(f"not YAML: {error}") from error
+    except RecursionError as error:
+        raise SpecError("not a SPEC: lists or mappings in one another hundreds of times") from error
+    except ValueError as error:  # a date that is none, a number of too many digits
+        raise SpecError(f"not YAML: {error}") from error
     if not isinstance(data, Mapping) or not {"problems"} <= set(data) <= {"defaults", "problems"}:
-        found = ", ".join(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        found = _short(list(data) if isinstance(data, Mapping) else data) if data else "nothing"
         raise SpecError(f"expected `problems:` and, if wanted, `defaults:`, found {found}")
     defaults, entries = data.get("defaults") or {}, data["problems"]
     _check_fields("defaults", defaults)
     if not isinstance(entries, list) or not entries:
-        raise SpecError(f"problems: expected a list with one entry or more, got {entries!r:.80}")
+        raise SpecError(f"problems: expected a list with one entry or more, got {_short(entries)}")
     return of_entries(((f"problems[{number}]", entry) for number, entry in enumerate(entries)), defaults)
 
 
@@ -133,7 +154,11 @@ def of_entries(entries: Iterable[tuple[str, Any]], defaults: Mapping[str, Any] |
     """
     items: dict[AttentionProblem, Item] = {}
     skipped = 0
+    total = 0
     for label, entry in entries:
+        total += _combinations(defaults or {}, entry)
+        if total > _MOST:
+            raise SpecError(f"{label}: {total} combinations up to here, of {_MOST} at most; make several SPECs of it")
         for problem in _expand(label, defaults or {}, entry):
             if problem is None:
                 skipped += 1
@@ -159,18 +184,26 @@ def problem_of(fields: Mapping[str, Any]) -> AttentionProblem:
         assert problem is not None  # only a list lets a combination be skipped
         _check_problem("problem", problem)
         return problem
-    raise SpecError("problem: an empty list means no combination")
+    raise AssertionError("a combination at least")
 
 
 def _check_fields(label: str, fields: object) -> None:
     if not isinstance(fields, Mapping):
-        raise SpecError(f"{label}: expected fields with values, got {fields!r:.80}")
+        raise SpecError(f"{label}: expected fields with values, got {_short(fields)}")
     if unknown := sorted(str(name) for name in fields if name not in FIELDS):
         raise SpecError(f"{label}: unknown field {', '.join(unknown)}; known: {', '.join(FIELDS)}")
     for name, value in fields.items():
-        for one in _alternatives(name, value):
+        alternatives = _alternatives(name, value)
+        if not alternatives:
+            raise SpecError(f"{label}: {name}: an empty list means no combination; leave the field out for its default")
+        for one in alternatives:
             if expected := _wrong(name, one):
-                raise SpecError(f"{label}: {name}: expected {expected}, got {one!r:.80}")
+                raise SpecError(f"{label}: {name}: expected {expected}, got {_short(one)}")
+
+
+def _short(value: object) -> str:
+    """The value for an error, cut while it is made: an alias can stand for more than memory holds."""
+    return f"{reprlib.repr(value):.80}"
 
 
 def _alternatives(name: str, value: Any) -> Sequence[Any]:
@@ -190,12 +223,16 @@ def _wrong(name: str, value: Any) -> str | None:
     if name in _CHOICES:
         return None if value in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
     if name == "dropout":
-        return None if number else "a probability, 0 to 1"
+        return None if number else f"a probability, 0 to 1{_not_text(value)}"
     if name == "scale":
-        return None if number or value is None else "a number"
+        return None if number or value is None else f"a number{_not_text(value)}"
     fits = isinstance(value, list) and len(value) == 4
     fits = fits and all(type(part) is int or part in ("B", "H", "S_q", "S_kv") for part in value)
     return None if fits else "four of: a whole number, B, H, S_q, S_kv"
+
+
+def _not_text(value: object) -> str:
+    return " (YAML takes 1e-1 for a text: write 0.1 or 1.0e-1)" if isinstance(value, str) else ""
 
 
 def _expand(label: str, defaults: Mapping[str, Any], entry: Any) -> Iterator[AttentionProblem | None]:
@@ -222,6 +259,12 @@ def _expand(label: str, defaults: Mapping[str, Any], entry: Any) -> Iterator[Att
             yield None
         else:
             raise SpecError(f"{label}: {reason}")
+
+
+def _combinations(defaults: Mapping[str, Any], entry: Any) -> int:
+    """How many combinations an entry means; whether it can be one at all is not asked."""
+    fields = {**defaults, **entry} if isinstance(entry, Mapping) and "problem" not in entry else {}
+    return math.prod(len(_alternatives(name, value)) for name, value in fields.items())
 
 
 def _impossible(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

@@ -211,7 +211,9 @@ class Worker:
     def _start(self) -> None:
         if self._child is not None:
             return
-        command = [sys.executable, "-m", "sidestep.worker", *(["--device", self._device] if self._device else [])]
+        command = [sys.executable, "-m", "sidestep.worker"]
+        if self._device is not None:
+            command += ["--device", self._device]
         with self._lock:
             if self._stopped:
                 raise WorkerError("stopped: no child is started any more")
@@ -426,8 +428,16 @@ def _serve(request: Mapping[str, Any], problem: AttentionProblem, target: Target
             return
     send({"environments": environments})
     before, clock = counters.as_dict(), time.perf_counter()
-    tensors = random_tensors(problem, target) if target.profile is None else None
-    decisions = selection.select(problem, order, target, tensors, strict=False).decisions
+    decisions: tuple[Decision, ...]
+    try:
+        tensors = random_tensors(problem, target) if target.profile is None else None
+    except (MemoryError, RuntimeError) as error:
+        if not selection.lacks_memory(error):
+            raise
+        text = f"its tensors do not fit in memory: {str(error).splitlines()[0]}"
+        decisions = tuple(Failed(name, "transient", text) for name in order)
+    else:
+        decisions = selection.select(problem, order, target, tensors, strict=False).decisions
     grown = {name: value - before[name] for name, value in counters.as_dict().items()}
     seconds = time.perf_counter() - clock
     selection.forget_plans()  # asked once; what a plan holds on the device is free for the next problem
@@ -441,6 +451,8 @@ def random_tensors(problem: AttentionProblem, target: Target) -> tuple[torch.Ten
     device = torch.device("cpu") if target.index < 0 else torch.device("cuda", target.index)
 
     def make(layout: Any, dtype: str) -> torch.Tensor:
+        if layout.extent >= 2**61:  # bytes that torch would not count right
+            raise MemoryError(f"{layout.extent} numbers")
         numbers = torch.randn(layout.extent, device=device)
         whole = numbers > 0 if dtype == "bool" else numbers.to(getattr(torch, dtype))
         return whole.as_strided(layout.shape, layout.stride)

@@ -237,6 +237,33 @@ def test_a_bundle_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
+@pytest.mark.parametrize("command", [["export"], ["merge", "in.zip", "-o"]])
+def test_only_a_bundle_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    keep(failure(0))
+    monkeypatch.chdir(tmp_path)
+    written(Path("in.zip"), failure(1))
+    (tmp_path / "spec.yaml").write_text("problems: []")
+    with zipfile.ZipFile("model.zip", "w") as archive:
+        archive.writestr("weights", "1 2 3")
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    before = {name: Path(name).read_bytes() for name in ("spec.yaml", "model.zip")}
+    for name in ("spec.yaml", "model.zip", "pipe", "folder", ""):
+        done = run("cache", *command, name)
+        assert done.exit_code in (1, 2), name
+        assert isinstance(done.exception, SystemExit), name
+        assert name in done.stderr
+        assert "Error" in done.stderr
+    assert {name: Path(name).read_bytes() for name in before} == before
+    assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
+    (tmp_path / "link").symlink_to("target")
+    Path("empty").touch()
+    for name in ("link", "link", "empty"):
+        assert run("cache", *command, name).exit_code == 0
+    assert Path("link").is_symlink()
+    assert len(list(BundleStore(Path("target")).keys())) == len(list(BundleStore(Path("empty")).keys())) == 1
+
+
 # --- import: what is refused ---
 
 

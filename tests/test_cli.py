@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +94,74 @@ def test_list_for_people_has_one_line_a_record_in_a_pipe() -> None:
     assert "2023-11-14T22:13 " in lines[1]
     assert "cudnnGraphNotSupportedError: No valid engine configs" in lines[1]
     assert "\x1b" not in result.stdout
+
+
+def test_a_list_begins_with_the_reason_and_not_with_the_frontends_own_words() -> None:
+    said = "no engine proposed a plan for this graph (the backend declined: head size 264 (of 256 at most))"
+    keep(record(0, exception_text=said), record(1, exception_text="A Reason: because"), record(2, exception_text=""))
+    exceptions = [line.partition("training")[2].strip() for line in run("failures", "list").stdout.splitlines()[1:]]
+    name = "cudnnGraphNotSupportedError"
+    assert exceptions == [f"cudnn.{name}", f"{name}: because", f"{name}: head size 264 (of 256 at most)"]
+
+
+def shown_at(columns: int, *arguments: str) -> str:
+    """What a terminal of that width shows, without colours."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.environ.pop("COLUMNS", None)
+        os.execv(sys.executable, [sys.executable, "-c", SIZED, str(columns), *arguments])
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other side is closed
+        while part := os.read(terminal, 2**16):
+            shown += part
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).replace("\r\n", "\n")
+
+
+SIZED = """
+import fcntl, struct, sys, termios
+fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, int(sys.argv[1]), 0, 0))
+from sidestep.cli import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("columns", [1, 20, 80, 160])
+def test_whatever_the_width_of_a_terminal_everything_can_be_read(columns: int) -> None:
+    (one,) = keep(record(0))
+    shown = shown_at(columns, "failures", "list")
+    # Without room for both, problem and exception have lines of their own; where they wrap, words stay in order.
+    for text in (one, "unsupported", "2023-11-14T22:13"):
+        assert text in shown
+    for text in ("float32 cuda, batch 1", "No valid engine configs"):
+        assert text in (shown if columns < 160 else " ".join(shown.split())), shown
+    if columns == 80:
+        assert [len(line) - len(line.lstrip()) for line in shown.splitlines()] == [0, 4, 4] * 2
+
+
+def printed(redirect: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    command = ["bash", "-c", f'"$0" -m sidestep failures list {redirect}', sys.executable]
+    return subprocess.run(command, capture_output=True, env={**os.environ, **variables})
+
+
+def test_what_the_output_cannot_hold_is_escaped() -> None:
+    keep(record(0, exception_text="no engine \u2014 none"))
+    done = printed("", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"no engine \\u2014 none" in done.stdout
+    assert "no engine \u2014 none".encode() in printed("", PYTHONIOENCODING="utf-8").stdout
+
+
+def test_closed_and_full_outputs() -> None:
+    keep(record(0))
+    for closed in (">&-", ">&- 2>&-", ">&- 2>&- <&-"):
+        done = printed(closed)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), closed
+    done = printed(">/dev/full")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"Error: the output cannot be written (No space left on device); what was done stays done\n"
+    assert printed(">/dev/full 2>/dev/full").returncode == 1
 
 
 def test_an_empty_list_says_where_it_looked(tmp_path: Path) -> None:
@@ -348,8 +419,9 @@ def test_a_person_forbids_a_configuration() -> None:
     given = [torch.randn(2, 4, 8, 16) for _ in range(3)]
     sdpa: Any = sidestep.scaled_dot_product_attention
     denied = [*SHAPE, "--dtype", "float32", "--device", "cpu"]
-    done = run("failures", "add", "--backend", "torch_flash", "--kind", "denied", "--reason", "too loud", *denied)
+    done = run("failures", "add", "--backend", "torch_flash", "--reason", "too loud", *denied)
     assert done.exit_code == 0, done.output
+    assert "torch_flash is not asked any more: float32 cpu, batch 2" in done.stderr
     (made,) = failures.records()
     assert done.stdout.strip() == made.id
     assert (made.kind, made.backend, made.exception_text) == ("denied", "torch_flash", "too loud")
@@ -396,7 +468,7 @@ def test_without_the_gpu_or_its_profile_nothing_can_be_forbidden_for_it(monkeypa
     "arguments",
     [
         ["--kind", "denied", *SHAPE],
-        ["--backend", "cudnn", *SHAPE],
+        ["--backend", "cudnn", *SHAPE, "--key-length", "0"],
         ["--backend", "torch", "--kind", "denied", *SHAPE],
         ["--backend", "nobody", "--kind", "denied", *SHAPE],
         ["--backend", "cudnn", "--kind", "error", *SHAPE],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -130,9 +131,18 @@ def test_the_folder_may_change_in_the_block(tmp_path: Path, monkeypatch: pytest.
     assert len(recorded(tmp_path / "run.yaml")) == 1
 
 
-@pytest.mark.parametrize("name", ["", "absent/run.yaml", "file/run.yaml"])
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("run.yaml")
+    with sidestep.record_problems(tmp_path / "link"):
+        attend()
+    assert (tmp_path / "link").is_symlink()
+    assert len(recorded(tmp_path / "run.yaml")) == 1
+
+
+@pytest.mark.parametrize("name", ["", "absent/run.yaml", "file/run.yaml", "pipe"])
 def test_a_path_that_cannot_be_written_is_told_before_the_block(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which a rename would make a mere file
     ran = False
     with pytest.raises(OSError, match="give a file in a folder of yours that exists") as caught:
         with sidestep.record_problems(tmp_path / name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -137,6 +138,24 @@ def test_constant_outputs_are_marked(field: str, constant: bool) -> None:
         (f"problems: [{{{ONE}, mask: bool, mask_grad: true}}]", "mask_grad needs a mask of float32 or same, got bool"),
         (f"problems: [{{{ONE}, kv_heads: 3}}]", "number of heads of key (3) must divide that of query (4)"),
         (f"problems: [{{{ONE}, kv_heads: 0}}]", "number of heads of key (0)"),
+        ("", "expected `problems:` and, if wanted, `defaults:`, found nothing"),
+        (f"problems: [{{{ONE}, dtype: []}}]", "problems[0]: dtype: an empty list means no combination"),
+        (f"problems: [{{{ONE}, batch: 3}}]", "batch stands there twice"),
+        (f"problems: []\nproblems: [{{{ONE}}}]", "problems stands there twice"),
+        (f"problems: [{{{ONE}, scale: 1e-3}}]", "write 0.1 or 1.0e-1"),
+        ("problems: " + "[" * 100_000, "in one another"),
+        ("problems: 2026-99-99", "not YAML: month must be"),
+        (
+            "defaults: {batch: [1, 2]}\nproblems: [{heads: &n [" + "1, " * 300 + "1], head_size: *n}]",
+            "181202 combinations",
+        ),
+        # A billion of texts, as an alias has them: nobody may write them out, not even for an error.
+        (
+            "problems: {a: &a [x, x, x, x, x, x, x, x, x, x], "
+            + ", ".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise("abcdefghi"))
+            + "}",
+            "one entry or more",
+        ),
         ("problems: [{problem: {device: cuda}}]", "problems[0]: problem: missing field dtype, key, query, value"),
         (f"problems: [{{problem: {{}}, {ONE}}}]", "problems[0]: `problem:` holds the whole problem"),
     ],
@@ -145,6 +164,12 @@ def test_errors_name_the_entry_and_what_was_wrong(text: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+def test_keys_that_others_are_merged_over_are_no_repetition() -> None:
+    text = "defaults: &d {batch: 1, heads: 2, head_size: 4, query_length: 3}\n"
+    text += "problems: [&e {<<: *d, batch: 5}, {<<: *e, batch: 6}, {<<: [*e, *d], heads: 7}]"
+    assert [problem.query.shape for problem in problems(text)] == [(5, 2, 3, 4), (6, 2, 3, 4), (5, 7, 3, 4)]
 
 
 def test_whole_problems_are_checked_too() -> None:

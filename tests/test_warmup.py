@@ -39,6 +39,7 @@ problems:
   - {dropout: 1}                      # nobody is asked
   - {causal: [false, true], mask: [none, bool], training: false}    # the first was there already; one cannot be
 """
+ARGUMENTS = ["--batch", 1, "--heads", 1, "--query-length", 4, "--head-size", 8]
 CPU = "problems: [{batch: 1, heads: 2, query_length: 8, head_size: 16, device: cpu}]"
 
 
@@ -265,6 +266,33 @@ def test_a_profile_of_another_cudnn_is_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["warmup", None],
+        ["explain", *ARGUMENTS],
+        ["failures", "add", "--backend", "cudnn", "--kind", "denied", *ARGUMENTS],
+    ],
+)
+def test_an_empty_device_is_no_device_profile(tmp_path: Path, command: list[Any]) -> None:
+    path = spec(tmp_path, SPEC)
+    run = sidestep(*(path if argument is None else argument for argument in command), "--device", "")
+    assert (run.code, run.stdout) == (1, "")
+    assert "no device profile ''" in run.stderr
+
+
+def test_a_problem_that_memory_cannot_hold_does_not_end_the_others(tmp_path: Path) -> None:
+    huge = "{batch: 1, heads: 1, query_length: %s, head_size: %s, device: cpu, dtype: float32}"
+    entries = [huge % (2**31 - 1, 2**31 - 1), huge % (2**31 - 1, 2**18), huge % (4, 8)]
+    run = sidestep("warmup", spec(tmp_path, f"problems: [{', '.join(entries)}]"), "--jobs", 1, "--json")
+    assert run.code == 0
+    assert [item["served_by"] for item in run.items] == [None, None, "torch_flash"]
+    for item in run.items[:2]:
+        assert {decision["kind"] for decision in item["decisions"]} == {"transient"}
+        assert "do not fit in memory" in item["decisions"][0]["text"]
+    assert sidestep("failures", "list", "--json").items == []
+
+
+@pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
         ("problems: [{batch: 1}]", [], "problems[0]: missing field heads"),
@@ -273,6 +301,8 @@ def test_a_profile_of_another_cudnn_is_1(tmp_path: Path) -> None:
         (CPU, ["--backends", "nonsense"], "unknown backend 'nonsense'"),
         (CPU, ["--backends", "cudnn,torch", "--device", "h200"], "nothing can be learnt without the GPU"),
         (CPU, ["--timeout", "0"], "--timeout"),
+        (CPU, ["--timeout", "nan"], "more than 0 and 1e9 at most"),
+        (CPU, ["--timeout", "inf"], "more than 0 and 1e9 at most"),
     ],
 )
 def test_wrong_usage_is_2(tmp_path: Path, text: str, arguments: list[str], said: str) -> None:
