@@ -397,15 +397,15 @@ def examine(target: Any, made: Config, at: Callable[[str], None]) -> dict[str, A
             errors = {
                 name: float(f"{distances[long].error:.2g}") for name, long in RESULTS.items() if long in distances
             }
-            found = {name: judge(computed[name], error, allowed) for name, error in errors.items()}
+            found = {name: judge(computed[name], off, allowed) for name, off in errors.items()}
             forms[form][data] = {name: verdict for name, verdict in found.items() if verdict}
             if any(written_outside(whole) for whole in _results):
                 forms[form][data]["outside"] = {"error": "memory beside a result was written"}
             _results.clear()
             forms[form].setdefault("largest", {})
-            for name, error in errors.items():
+            for name, off in errors.items():
                 if name not in forms[form][data]:
-                    forms[form]["largest"][name] = max(forms[form]["largest"].get(name, 0.0), error)
+                    forms[form]["largest"][name] = max(forms[form]["largest"].get(name, 0.0), off)
     return {"forms": forms}
 
 
