@@ -5,7 +5,8 @@ The shipped ones are in known_bad.toml beside this module, which says how a rule
 
 - A rule is data. Every condition names a fact of the problem and compares it; nothing of a file is run.
 - What a file says wrongly is an error that names the file, the rule and what was expected, never a rule left out.
-- A version or architecture that cannot be read lies in every range: a backend is rather left out than believed.
+- A version or architecture that cannot be read, or not be compared with a rule's, lies in every range: a backend is
+  rather left out than believed.
 - Rules that change a graph are part of the environment that its records are kept for (`identity`), so that no plan or
   failure of the other form is taken for this one. Rules that leave a backend out change nothing that is kept.
 """
@@ -21,6 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..problem import DTYPES
+from . import registry
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem, Mask
@@ -77,6 +81,9 @@ _FACTS: dict[str, tuple[type, Callable[[AttentionProblem], Any]]] = {
 }
 
 
+_CHOICES = {"dtype": DTYPES, "mask_dtype": ("bool", *DTYPES)}
+
+
 @dataclass(frozen=True)
 class Rule:
     """One rule; known_bad.toml says what each field means."""
@@ -113,9 +120,7 @@ class Rule:
             if problem.device != "cuda":
                 return False
             required["compute_capability"] = self.architecture
-        return all(
-            name not in facts or _holds(_version(facts[name]), _versions(test)) for name, test in required.items()
-        )
+        return all(name not in facts or _in_range(facts[name], test) for name, test in required.items())
 
 
 def _holds(value: Any, test: Any) -> bool:
@@ -136,9 +141,20 @@ def _holds(value: Any, test: Any) -> bool:
     )
 
 
+def _in_range(version: str | int, test: Any) -> bool:
+    """Whether a version passes a test, or cannot be compared with it: 91900 with "9.19.0", or no number in it."""
+    comparable = _version(version) and all(isinstance(value, type(version)) for value in _values(test))
+    return not comparable or _holds(_version(version), _versions(test))
+
+
 def _version(value: str | int) -> tuple[int, ...]:
-    """91900 -> (91900,), "2.11.0+cu130" -> (2, 11, 0): versions are compared as numbers, part by part."""
-    return (value,) if isinstance(value, int) else tuple(map(int, re.findall(r"\d+", value.partition("+")[0])))
+    """91900 -> (91900,), "2.11.0+cu130" -> (2, 11): versions are compared as numbers, part by part; 2.11 is 2.11.0."""
+    if isinstance(value, int):
+        return (value,)
+    parts = list(map(int, re.findall(r"\d+", value.partition("+")[0])))
+    while len(parts) > 1 and not parts[-1]:
+        del parts[-1]
+    return tuple(parts)
 
 
 def _versions(test: Any) -> Any:
@@ -163,7 +179,7 @@ def load(path: Path) -> tuple[Rule, ...]:
 
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor TOML
         raise RuleError(f"rules cannot be read from {path}: {error}") from error
     rules = content.get("rule", [])
     if set(content) - {"rule"} or not isinstance(rules, list):
@@ -187,6 +203,10 @@ def _rule(item: Any, where: str) -> Rule:
     for name in _TEXTS:
         if not isinstance(item.get(name), str) or not item[name]:
             raise RuleError(f"{where}: {name}: expected a text, got {item.get(name)!r}")
+    try:
+        registry.expand((item["backend"],))
+    except ValueError as error:
+        raise RuleError(f"{where}: backend: {error}") from error
     if item.get("direction") not in (None, "forward", "backward"):
         raise RuleError(f"{where}: direction: expected 'forward' or 'backward', got {item['direction']!r}")
     _names({item["remedy"]: None}, _REMEDIES, where, "remedy")
@@ -199,11 +219,13 @@ def _rule(item: Any, where: str) -> Rule:
     _names(item.get("when", {}), _FACTS, f"{where}: when", "condition")
     for name, test in item.get("when", {}).items():
         _test(test, _FACTS[name][0], f"{where}: when.{name}")
+        if odd := [value for value in _values(test) if name in _CHOICES and value not in _CHOICES[name]]:
+            raise RuleError(f"{where}: when.{name}: expected one of {', '.join(_CHOICES[name])}, got {odd[0]!r}")
     for name, test in item.get("versions", {}).items():
         first = next(iter(_values(test)), None)
-        _test(test, int if isinstance(first, int) else str, f"{where}: versions.{name}", ("min", "max", "over"))
+        _version_test(test, int if isinstance(first, int) else str, f"{where}: versions.{name}")
     if "architecture" in item:
-        _test(item["architecture"], str, f"{where}: architecture", ("min", "max", "over"))
+        _version_test(item["architecture"], str, f"{where}: architecture")
     return Rule(**item)
 
 
@@ -223,6 +245,22 @@ def _test(test: Any, kind: type, where: str, operators: tuple[str, ...] | None =
     for value in _values(test):
         if type(value) is not kind:  # a bool is an int for isinstance
             raise RuleError(f"{where}: expected {_KINDS[kind]}, got {value!r}")
+    never = test == []
+    if isinstance(test, dict):
+        in_order = {name: _version(value) for name, value in test.items()}
+        never = "max" in test and (
+            in_order.get("min", in_order["max"]) > in_order["max"] or in_order.get("over", ()) >= in_order["max"]
+        )
+        never = never or ("mod" in test and not 0 <= test["is"] < test["mod"])
+    if never:
+        raise RuleError(f"{where}: never holds, so the rule would never apply: {test!r}")
+
+
+def _version_test(test: Any, kind: type, where: str) -> None:
+    """The same for a test of versions."""
+    _test(test, kind, where, ("min", "max", "over"))
+    if odd := [value for value in _values(test) if not _version(value)]:
+        raise RuleError(f"{where}: expected a version, as '2.11.0', got {odd[0]!r}")
 
 
 def _values(test: Any) -> list[Any]:
@@ -264,7 +302,8 @@ def _shipped() -> tuple[Rule, ...]:
 def rules(backend: str) -> tuple[Rule, ...]:
     """The rules in force about one backend."""
     added = _added()
-    return tuple(rule for rule in (*_shipped(), *(added.rules if added else ())) if rule.backend == backend)
+    every = (*_shipped(), *(added.rules if added else ()))
+    return tuple(rule for rule in every if backend in registry.GROUPS.get(rule.backend, (rule.backend,)))
 
 
 def rejections(backend: str, problem: AttentionProblem, facts: Facts) -> tuple[str, ...]:

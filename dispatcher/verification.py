@@ -37,7 +37,7 @@ class Mismatch(NamedTuple):
     Attributes:
         data: the set of data.
         result: `output`, or `gradient of ...`.
-        error: as `error_of` says; infinite where something is not finite.
+        error: as `Distance` says; infinite where something is not finite.
         allowed: the tolerance.
         at: the index of the largest difference.
         actual: the number there.
@@ -122,7 +122,7 @@ def verify(problem: AttentionProblem, target: Target, run: Run) -> None:
     mismatches: list[Mismatch] = []
     for data in data_sets(problem):
         given = inputs(problem, device, data)
-        _poison(problem, device)
+        poison(problem, device)
         output, grads = run(given[:4], given.grad_output)
         with torch.no_grad(), _any_algorithm():
             mismatches += compare(problem, given, output, grads, data)
@@ -237,7 +237,7 @@ def _place(numbers: torch.Tensor, layout: Layout, dtype: str) -> torch.Tensor:
     return whole.as_strided(layout.shape, layout.stride)
 
 
-def _poison(problem: AttentionProblem, device: torch.device) -> None:
+def poison(problem: AttentionProblem, device: torch.device) -> None:
     """Fill with NaN, and free, memory of the sizes of the results: an allocator gives out first what it got last."""
     dtype = getattr(torch, problem.dtype)
     rows = math.prod(problem.query.shape[:3])
@@ -254,13 +254,8 @@ def _poison(problem: AttentionProblem, device: torch.device) -> None:
 # --- reference and comparison ---
 
 
-def error_of(difference: float, expected: float, size: float) -> float:
-    """The largest difference over the largest expected magnitude, or over the size of rounding where that is larger."""
-    return difference / (max(expected, size) or 1.0)
-
-
 def tolerance(problem: AttentionProblem, largest_logit: float) -> float:
-    """What `error_of` may be.
+    """What a distance's error may be.
 
     Results, and in half types the weights and the logits' gradients, are rounded to the dtype: that is seen to cost 1.5
     units of its rounding (bfloat16 6e-3, float16 8e-4, on all the data here; H200 and CPU), and 8 are allowed. Products
@@ -287,29 +282,42 @@ def _rounding_of_products(problem: AttentionProblem) -> float:
     return torch.finfo(getattr(torch, problem.dtype)).eps / 2 if reduced else 2.0**-24
 
 
-class _Result:
-    """How far one result is from the reference, gathered block by block."""
+class Distance:
+    """How far one result is from the reference, gathered block by block.
+
+    Attributes:
+        worst: the index of the largest difference, the number there, and what it should be.
+    """
 
     def __init__(self, actual: torch.Tensor) -> None:
-        self.actual = actual
-        self.difference = self.expected = self.size = 0.0
+        """Of nothing compared yet."""
+        self._actual = actual
+        self._difference = self._expected = self._size = 0.0
         self.worst: tuple[tuple[int, ...], float, float] = ((), 0.0, 0.0)
+
+    @property
+    def error(self) -> float:
+        """The largest difference over the largest expected magnitude, or over the size of rounding where it is larger.
+
+        Infinite where something is not finite.
+        """
+        return self._difference / (max(self._expected, self._size) or 1.0)
 
     def see(self, expected: torch.Tensor, size: torch.Tensor, origin: Sequence[int]) -> None:
         """Compare the block at `origin` with what it should be; `size` is that of the parts (see `_block`)."""
         where = tuple(slice(start, start + count) for start, count in zip(origin, expected.shape, strict=True))
-        actual = self.actual[where]
+        actual = self._actual[where]
         difference = (actual.double() - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         if not difference.numel():
             return
         largest = difference.max().item()
-        if largest > self.difference:
-            self.difference = largest
+        if largest > self._difference:
+            self._difference = largest
             index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
             at = tuple(start + i for start, i in zip(origin, index, strict=True))
             self.worst = at, actual[index].item(), expected[index].item()
-        self.expected = max(self.expected, expected.abs().max().item())
-        self.size = max(self.size, size.max().item())
+        self._expected = max(self._expected, expected.abs().max().item())
+        self._size = max(self._size, size.max().item())
 
 
 def compare(
@@ -319,18 +327,33 @@ def compare(
     grads: Sequence[torch.Tensor | None],
     data: str,
 ) -> list[Mismatch]:
+    """What of the output and gradients is too far from float64 attention; `data` names the inputs, see `measure`."""
+    distances, largest_logit = measure(problem, given, output, grads)
+    allowed = tolerance(problem, largest_logit)
+    return [
+        Mismatch(data, name, distance.error, allowed, *distance.worst)
+        for name, distance in distances.items()
+        if not distance.error <= allowed
+    ]
+
+
+def measure(
+    problem: AttentionProblem, given: Inputs, output: torch.Tensor, grads: Sequence[torch.Tensor | None]
+) -> tuple[dict[str, Distance], float]:
     """Output and gradients beside float64 attention, a block of it at a time.
 
     Args:
-        problem: what was run.
+        problem: what was run; canonical, and without a dimension of size 0.
         given: the inputs and the gradient of the output.
         output: (B, H_q, S_q, D_v).
         grads: of query, key, value and mask, each or None; empty for inference.
-        data: the name of the data.
+
+    Returns:
+        How far each result is off, by name: `output`, `gradient of ...`. And the largest magnitude of the logits.
     """
     named = dict(zip(_NAMES, grads, strict=False))
-    results = {name: _Result(grad) for name, grad in named.items() if grad is not None}
-    results["output"] = _Result(output)
+    results = {name: Distance(grad) for name, grad in named.items() if grad is not None}
+    results["output"] = Distance(output)
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     groups = heads // kv_heads
     unflatten: Any = torch.unflatten
@@ -359,6 +382,8 @@ def compare(
             )
             largest_logit = max(largest_logit, block.pop("logits")[0].item())
             for name, (expected, size) in block.items():
+                if name not in results:
+                    continue
                 if name in ("output", _NAMES[0]):
                     results[name].see(expected.flatten(1, 2), size.flatten(1, 2), (*origin, rows.start, 0))
                 elif name == _NAMES[3]:
@@ -372,13 +397,7 @@ def compare(
     if mask_sums:
         expected, squares = (total.flatten(1, 2) for total in mask_sums)
         results[_NAMES[3]].see(expected, squares.sqrt(), (0, 0, 0, 0))
-    allowed = tolerance(problem, largest_logit)
-    found = []
-    for name, result in results.items():
-        error = error_of(result.difference, result.expected, result.size)
-        if not error <= allowed:
-            found.append(Mismatch(data, name, error, allowed, *result.worst))
-    return found
+    return results, largest_logit
 
 
 def _blocks(problem: AttentionProblem) -> Iterator[tuple[slice, slice, list[slice]]]:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Config = dict[str, Any]
 
@@ -290,8 +290,15 @@ def label(made: Config) -> str:
 # --- a child: configurations as JSON lines on stdin, results on stdout ---
 
 
-def serve(offline: bool) -> None:
-    """Read configurations until there are no more."""
+Examine = Callable[[Config, Callable[[str], None]], dict[str, Any]]
+
+
+def serve(prepare: Callable[[], Examine]) -> None:
+    """Read configurations until there are no more, and examine each.
+
+    Args:
+        prepare: imports what is needed, and returns what examines a configuration, telling where it stands.
+    """
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes to stderr
 
@@ -299,6 +306,17 @@ def serve(offline: bool) -> None:
         protocol.write(json.dumps(message) + "\n")
         protocol.flush()
 
+    examine = prepare()
+    send({"at": "ready"})
+    for line in sys.stdin:
+        made = json.loads(line)
+        started = time.perf_counter()
+        result = examine(made, lambda at: send({"at": at}))
+        send({"result": result, "seconds": round(time.perf_counter() - started, 3)})
+
+
+def prepared(offline: bool) -> Examine:
+    """What examines graphs on the GPU, or for the absent one."""
     profile = None
     if offline:
         from sidestep.backends import cudnn_offline
@@ -306,13 +324,7 @@ def serve(offline: bool) -> None:
         profile = cudnn_offline.activate("h200")  # before torch is imported
     from sidestep.backends.base import Target
 
-    target = Target(0, profile)
-    send({"at": "ready"})
-    for line in sys.stdin:
-        made = json.loads(line)
-        started = time.perf_counter()
-        result = examine(made, target, lambda at: send({"at": at}))
-        send({"result": result, "seconds": round(time.perf_counter() - started, 3)})
+    return functools.partial(examine, Target(0, profile))
 
 
 def problem_of(made: Config) -> Any:
@@ -344,11 +356,12 @@ def bias_shape(made: Config) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in made["bias"])
 
 
-def examine(made: Config, target: Any, at: Callable[[str], None]) -> dict[str, Any]:
+def examine(target: Any, made: Config, at: Callable[[str], None]) -> dict[str, Any]:
     """Build every form, and run each on every set of data."""
     import cudnn
     import torch
 
+    from sidestep import verification
     from sidestep.backends.base import Progress
     from sidestep.backends.cudnn_graph import CudnnBackend
 
@@ -373,23 +386,26 @@ def examine(made: Config, target: Any, at: Callable[[str], None]) -> dict[str, A
         return {"forms": forms, "microseconds": kernel_times(problem, plans)}
     for data in data_sets(made):
         inputs = tensors(made, data)
-        at(f"reference on {data}")
-        expected = reference(problem, inputs)
         for form, plan in plans.items():
             at(f"{form} on {data}")
-            computed = run(plan, problem, inputs)
+            output, grads = run(plan, problem, inputs)
             torch.cuda.synchronize()
-            tolerance = TOLERANCE[made["dtype"]]
-            found = {name: judge(computed[name], *expected[name], tolerance) for name in computed}
+            at(f"{form} on {data}: reference")
+            distances, largest_logit = verification.measure(problem, inputs, output, grads)
+            allowed = verification.tolerance(problem, largest_logit)
+            computed = dict(zip(RESULTS, (output, *grads), strict=False))
+            errors = {
+                name: float(f"{distances[long].error:.2g}") for name, long in RESULTS.items() if long in distances
+            }
+            found = {name: judge(computed[name], off, allowed) for name, off in errors.items()}
             forms[form][data] = {name: verdict for name, verdict in found.items() if verdict}
             if any(written_outside(whole) for whole in _results):
                 forms[form][data]["outside"] = {"error": "memory beside a result was written"}
             _results.clear()
             forms[form].setdefault("largest", {})
-            for name in computed:
+            for name, off in errors.items():
                 if name not in forms[form][data]:
-                    seen = forms[form]["largest"].get(name, 0.0)
-                    forms[form]["largest"][name] = max(seen, error_of(computed[name], *expected[name]))
+                    forms[form]["largest"][name] = max(forms[form]["largest"].get(name, 0.0), off)
     return {"forms": forms}
 
 
@@ -486,9 +502,11 @@ def data_sets(made: Config) -> list[str]:
     return [*names, "bias-120"] if made["bias"] and made["bias_dtype"] != "bool" else names
 
 
-def tensors(made: Config, data: str) -> dict[str, Any]:
+def tensors(made: Config, data: str) -> Any:
     """Query, key, value, mask and the gradient of the output, on the GPU."""
     import torch
+
+    from sidestep.verification import Inputs
 
     random = torch.Generator(device=DEVICE).manual_seed(0)
     dtype = getattr(torch, made["dtype"])
@@ -528,89 +546,34 @@ def tensors(made: Config, data: str) -> dict[str, Any]:
     for name, tensor in given.items():
         if tensor.dtype is not torch.bool:
             given[name] = surrounded(tensor.shape, tensor.stride(), tensor.dtype)[0].copy_(tensor)
-    return {"mask": None, **given}
+    return Inputs(given["query"], given["key"], given["value"], given.get("mask"), given["grad"])
 
 
-def reference(problem: Any, inputs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Output and gradients in float64, each with the size that its rounding errors are measured by.
-
-    That size is the root of the sum of squares of what is added up for an element: where positive and negative parts
-    cancel, as in dQ when all keys are nearly the same, rounding errors are of the size of the parts. Half types round
-    the output before the backward multiplies it with its gradient, which is an error common to a row.
-    """
-    import torch
-
-    query, key, value = (inputs[name].double() for name in ("query", "key", "value"))
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    logits = query @ key.mT * problem.scale
-    mask = inputs["mask"]
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask.double()
-    if problem.is_causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
-    weights = torch.softmax(logits, -1)
-    del logits
-    output = weights @ value
-    squares = weights.square()
-    results = {"out": (output, (squares @ value.square()).sqrt())}
-    if not problem.training:
-        return results
-    grad = inputs["grad"].double()
-
-    def summed(tensor: Any) -> Any:
-        """Over the query heads that share a key head."""
-        return tensor.unflatten(1, (-1, groups)).sum(2)
-
-    row = (grad * output).sum(-1, keepdim=True)
-    row_size = (grad * output).square().sum(-1, keepdim=True).sqrt()
-    d_logits = weights * (grad @ value.mT - row)
-    part = squares * (grad.square() @ value.square().mT + row_size.square())
-    results["dq"] = (
-        d_logits @ key * problem.scale,
-        problem.scale * ((part @ key.square()).sqrt() + row_size * (weights @ key).abs()),
-    )
-    results["dk"] = (
-        summed(d_logits.mT @ query) * problem.scale,
-        problem.scale * summed(part.mT @ query.square()).sqrt(),
-    )
-    results["dv"] = (summed(weights.mT @ grad), summed(squares.mT @ grad.square()).sqrt())
-    if problem.mask is not None and problem.mask.requires_grad:
-        shape = problem.mask.shape
-        results["dbias"] = (d_logits.sum_to_size(shape), part.sum_to_size(shape).sqrt())
-    return results
+# The name of a result in the output -> in verification.py.
+RESULTS = {
+    "out": "output",
+    "dq": "gradient of query",
+    "dk": "gradient of key",
+    "dv": "gradient of value",
+    "dbias": "gradient of attn_mask",
+}
 
 
-# Allowed for `error_of`. Attention computed in float32 with the half type's roundings of weights, logits' gradients and
-# results stays under 6e-3 (bfloat16), 8e-4 (float16) and 4e-5 (float32) on all the data here.
-TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-
-
-def run(plan: Any, problem: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def run(plan: Any, problem: Any, inputs: Any) -> tuple[Any, Sequence[Any]]:
     """Output and gradients by a plan."""
-    given = [inputs[name] for name in ("query", "key", "value", "mask")]
     if not problem.training:
-        return {"out": plan.infer(*given)}
-    output, *residuals = plan.forward(*given)
-    grads = plan.backward(inputs["grad"], *given, output, *residuals)
-    named = zip(("dq", "dk", "dv", "dbias"), grads, strict=True)
-    return {"out": output, **{name: grad for name, grad in named if grad is not None}}
+        return plan.infer(*inputs[:4]), ()
+    output, *residuals = plan.forward(*inputs[:4])
+    return output, plan.backward(inputs.grad_output, *inputs[:4], output, *residuals)
 
 
-def error_of(actual: Any, expected: Any, size: Any) -> float:
-    """The largest difference over the largest expected magnitude, or over the size of rounding where that is larger."""
-    largest = max(expected.abs().max().item(), size.max().item())
-    return float(f"{(actual.double() - expected).abs().max().item() / (largest or 1.0):.2g}")
-
-
-def judge(actual: Any, expected: Any, size: Any, tolerance: float) -> dict[str, Any] | None:
+def judge(actual: Any, error: float, allowed: float) -> dict[str, Any] | None:
     """What is wrong with a result, or None; of what is not finite, the first and the last column."""
     bad = (~actual.isfinite()).sum().item()
     if bad:
         columns = sorted(set((~actual.isfinite()).nonzero()[:, -1].tolist()))
         return {"nan": f"{bad}/{actual.numel()}", "columns": [columns[0], columns[-1]]}
-    error = error_of(actual, expected, size)
-    return {"error": error} if error > tolerance else None
+    return {"error": error} if error > allowed else None
 
 
 # --- kernel times ---
@@ -679,11 +642,15 @@ def kernel_times(problem: Any, plans: Mapping[str, Any]) -> dict[str, float]:
 class Child:
     """One child process and what it was last heard doing."""
 
-    def __init__(self, offline: bool, errors: Path) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", *(["--offline"] if offline else [])]
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], errors: Path) -> None:
         with errors.open("a") as stderr:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, **environ},
+                text=True,
             )
 
     def ask(self, made: Config, seconds: float) -> dict[str, Any]:
@@ -713,19 +680,42 @@ class Child:
         self.process.wait()
 
 
-def sweep(configs: Sequence[Config], output: Path, children: int, seconds: float, offline: bool) -> int:
-    """Run what the output does not hold yet, for at most `seconds`; the number of configurations run."""
+class Lane(NamedTuple):
+    """Configurations, and how to start the children that examine them.
+
+    Attributes:
+        configs: in the order in which to take them.
+        command: what follows `python`.
+        environ: variables beside this process's own.
+    """
+
+    configs: Sequence[Config]
+    command: Sequence[str]
+    environ: Mapping[str, str] = {}
+
+
+def sweep(lanes: Sequence[Lane], output: Path, children: int, seconds: float) -> int:
+    """Run what the output does not hold yet, for at most `seconds`; the number of configurations run.
+
+    Args:
+        lanes: are worked on at the same time.
+        output: JSON lines; what a child writes to stderr goes into a file beside it.
+        children: of each lane.
+        seconds: after which no configuration is begun.
+    """
     held = {identity(entry["config"]) for entry in read(output)}
-    todo: queue.SimpleQueue[Config] = queue.SimpleQueue()
-    for made in configs:
-        if identity(made) not in held:
-            todo.put(made)
-    print(f"{len(configs)} configurations, {len(configs) - todo.qsize()} done before", file=sys.stderr)
+    queues: list[queue.SimpleQueue[Config]] = [queue.SimpleQueue() for _ in lanes]
+    for todo, lane in zip(queues, lanes, strict=True):
+        for made in lane.configs:
+            if identity(made) not in held:
+                todo.put(made)
+    count, left = sum(len(lane.configs) for lane in lanes), sum(todo.qsize() for todo in queues)
+    print(f"{count} configurations, {count - left} done before", file=sys.stderr)
     deadline = time.monotonic() + seconds
     lock, done = threading.Lock(), 0
     output.parent.mkdir(parents=True, exist_ok=True)
 
-    def work(file: Any) -> None:
+    def work(lane: Lane, todo: queue.SimpleQueue[Config], file: Any) -> None:
         nonlocal done
         child: Child | None = None
         while time.monotonic() < deadline:
@@ -733,7 +723,7 @@ def sweep(configs: Sequence[Config], output: Path, children: int, seconds: float
                 made = todo.get_nowait()
             except queue.Empty:
                 break
-            child = child or Child(offline, output.with_suffix(".stderr"))
+            child = child or Child(lane.command, lane.environ, output.with_suffix(".stderr"))
             reply = child.ask(made, min(90.0, max(1.0, deadline + 20 - time.monotonic())))
             if "died" in reply:
                 child.close()
@@ -751,7 +741,11 @@ def sweep(configs: Sequence[Config], output: Path, children: int, seconds: float
             child.close()
 
     with output.open("a") as file:
-        threads = [threading.Thread(target=work, args=(file,)) for _ in range(children)]
+        threads = [
+            threading.Thread(target=work, args=(lane, todo, file))
+            for lane, todo in zip(lanes, queues, strict=True)
+            for _ in range(children)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -829,7 +823,7 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        serve(arguments.offline)
+        serve(functools.partial(prepared, arguments.offline))
         return 0
     if arguments.output is None:
         parser.error("--output is missing")
@@ -844,7 +838,8 @@ def main() -> int:
     if not arguments.summary:
         configs = grid(names)[: arguments.limit]
         started = time.monotonic()
-        count = sweep(configs, arguments.output, children, arguments.seconds, arguments.offline)
+        command = [str(Path(__file__).resolve()), "--child", *(["--offline"] if arguments.offline else [])]
+        count = sweep([Lane(configs, command)], arguments.output, children, arguments.seconds)
         print(f"{count} configurations in {time.monotonic() - started:.0f} s", file=sys.stderr)
     summary(read(arguments.output), arguments.most)
     return 0

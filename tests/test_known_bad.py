@@ -245,11 +245,26 @@ def test_each_kind_of_condition(
         ({"cudnn": {"min": 91900, "max": 91900}}, True),
         ({"cudnn": {"over": 91900}}, False),
         ({"cudnn": [91800, 91900]}, True),
+        ({"torch": "2.11"}, True),
+        ({"torch": {"max": "2.11"}}, True),
+        ({"torch": {"over": "2.11"}}, False),
+        ({"torch": {"max": 21000}}, True),  # 2.11.0 and 21000 cannot be compared
+        ({"cudnn": {"max": "9.19.0"}}, True),
+        ({"driver": {"max": "580"}}, True),
     ],
 )
 def test_versions_are_compared_as_numbers(tmp_path: Path, versions: dict[str, Any], applies: bool) -> None:
     sidestep.configure(rules=rule_file(tmp_path, versions=versions))
-    assert bool(rejections("torch_flash", make(), {"torch": "2.11.0+cu130", "cudnn": 91900})) == applies
+    assert bool(rejections("torch_flash", make(), {"torch": "2.11.0+cu130", "cudnn": 91900, "driver": "?"})) == applies
+
+
+def test_a_rule_about_a_group_is_about_each_of_it(tmp_path: Path) -> None:
+    sidestep.configure(rules=rule_file(tmp_path, backend="torch"))
+    assert [name for name in registry.known() if rejections(name, make(), HERE)] == [
+        "torch_flash",
+        "torch_efficient",
+        "torch_math",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +288,17 @@ def test_versions_are_compared_as_numbers(tmp_path: Path, versions: dict[str, An
         ({"versions": {"torch": 2.11}}, "rule 'mine': versions.torch: expected a text, got 2.11"),
         ({"versions": {"cudnn": {"min": 1, "max": "2"}}}, "versions.cudnn: expected a whole number, got '2'"),
         ({"architecture": 9}, "rule 'mine': architecture: expected a text, got 9"),
+        ({"architecture": "Hopper"}, "rule 'mine': architecture: expected a version, as '2.11.0', got 'Hopper'"),
+        ({"versions": {"torch": "newest"}}, "versions.torch: expected a version, as '2.11.0', got 'newest'"),
+        ({"backend": "cudn"}, "rule 'mine': backend: unknown backend 'cudn'; known: cudnn, "),
+        ({"when": {"dtype": "half"}}, "when.dtype: expected one of float16, bfloat16, float32, float64, got 'half'"),
+        ({"when": {"batch": []}}, "when.batch: never holds, so the rule would never apply: []"),
+        ({"when": {"batch": {"mod": 4, "is": 4}}}, "when.batch: never holds"),
+        ({"when": {"batch": {"mod": -4, "is": 1}}}, "when.batch: never holds"),
+        ({"when": {"batch": {"min": 4, "max": 3}}}, "when.batch: never holds"),
+        ({"when": {"batch": {"over": 3, "max": 3}}}, "when.batch: never holds"),
+        ({"versions": {"torch": {"min": "2.10", "max": "2.9"}}}, "versions.torch: never holds"),
+        ({"architecture": []}, "architecture: never holds"),
     ],
 )
 def test_what_no_rule_can_say(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -291,6 +317,7 @@ def test_what_no_rule_can_say(tmp_path: Path, changes: dict[str, Any], says: str
         ("rule = 3", "expected a list of [[rule]] and nothing else, found rule"),
         ("[[rules]]", "expected a list of [[rule]] and nothing else, found rules"),
         ("rule = [3]", "rule 1: expected a table, got 3"),
+        ("x = " + "[" * 100_000, "rules cannot be read"),
     ],
 )
 def test_what_is_no_file_of_rules(tmp_path: Path, text: str | None, says: str) -> None:
