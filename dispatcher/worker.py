@@ -229,7 +229,7 @@ class Worker:
                 start_new_session=True,
                 # A child is there to build.
                 env={
-                    **os.environ,
+                    **{name: value for name, value in os.environ.items() if not name.startswith("SIDESTEP_")},
                     **settings.get().to_environ(),
                     "SIDESTEP_BUILD": "always",
                     **({"SIDESTEP_VERIFY": "1"} if self._verify else {}),
