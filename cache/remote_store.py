@@ -237,8 +237,8 @@ class RemoteStore:
         self._say(
             logging.WARNING,
             f"The cache server {self._place} does not answer: {cause}. Records are kept on this machine only until it"
-            " does; it is tried again in a second, later once a minute. Check SIDESTEP_CACHE, the network and the"
-            " server (redis-cli ping), or set SIDESTEP_CACHE=disk.",
+            " does; it is tried again in a second, later once a minute. Check SIDESTEP_CACHE (host, user, password), the"
+            " network and the server (redis-cli ping), or set SIDESTEP_CACHE=disk.",
             "away",
         )
 
@@ -253,7 +253,7 @@ class RemoteStore:
 
     def _without_secrets(self, error: BaseException) -> str:
         """The error's text, which may be the server's own, cut, printable, and without passwords."""
-        text = str(error)
+        text = str(error).rstrip(".")
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return "".join(char if char.isprintable() else " " for char in text[:300])

@@ -1,8 +1,8 @@
 """The command line: each command is a pure function that returns data, and two printers.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 not found or the work failed, 2 wrong usage, a SPEC or a
-setting that cannot be used included, 130 interrupted. torch, cudnn, yaml and rich are imported by the commands that
-need them: a listing must not wait.
+setting that cannot be used included, 130 interrupted (143 by SIGTERM, 129 by SIGHUP). torch, cudnn, yaml and rich are
+imported by the commands that need them: a listing must not wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import io
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
@@ -79,12 +81,48 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the process to end: as Ctrl-C does, so that children end and what was done is told."""
+
+    def __init__(self, number: int = signal.SIGINT, _frame: object = None) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number  # as shells say it
+
+    @classmethod
+    def handle(cls, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not disturb the end
+        raise cls(number, frame)
+
+
+@contextmanager
+def _signals_are_exceptions() -> Iterator[None]:
+    """SIGTERM (a job's time is over, a container stops) and SIGHUP (the terminal is gone), unless they are ignored."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, Interrupted.handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(interrupt: KeyboardInterrupt) -> int:
+    return interrupt.exit_code if isinstance(interrupt, Interrupted) else Interrupted().exit_code
+
+
 class _Command(_Program):
     """Sidestep's own exceptions as click's: a text on stderr, and the exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _signals_are_exceptions():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            click.echo(f"interrupted ({str(interrupt) or 'SIGINT'})", err=True)
+            sys.exit(_exit_code(interrupt))
         except SidestepError as error:
             kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
             raise kind(str(error)) from error
@@ -698,7 +736,7 @@ def warmup(
         click.echo(
             f"interrupted: {len(outcomes)} of {len(loaded.items)} problems done; the same command goes on", err=True
         )
-        sys.exit(130)  # 128 + SIGINT, as shells say it
+        sys.exit(_exit_code(ended_by))
     if isinstance(ended_by, ChildError):
         _fail(ended_by)
     if ended_by is not None:

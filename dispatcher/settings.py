@@ -15,6 +15,7 @@ from typing import Any
 from .backends import known_bad, registry
 from .cache import open_remote, redacted
 from .errors import SettingError
+from .events import logger, once
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -141,7 +142,7 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Read every variable that is set.
+        """Read every variable that is set; one warning for each SIDESTEP_* that is none.
 
         Raises:
             SettingError: naming the variable, its value and what was expected.
@@ -151,6 +152,14 @@ class Settings:
             variable = setting.metadata["variable"]
             if variable in environ:
                 values[setting.name] = _parsed(variable, environ[variable], setting.metadata)
+        known = [setting.metadata["variable"] for setting in fields(cls)]
+        for name in environ:
+            if name.startswith("SIDESTEP_") and name not in known and once(f"no setting {name}"):
+                import difflib
+
+                meant = difflib.get_close_matches(name, known, 1, 0.8)
+                hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(known)}"
+                logger.warning("%s is no setting of this version and does nothing: %s", name, hint)
         return cls(**values)
 
     def __repr__(self) -> str:

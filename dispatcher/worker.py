@@ -194,13 +194,15 @@ class Worker:
                     ) from None
             except _DiedError as died:
                 if self._stopped:
-                    for name, manifest in environments.items():
-                        if manifest:  # no death of the backend's
-                            failures.pardon(_key(problem, name, manifest))
+                    _pardon(problem, environments)
                     raise WorkerError(f"stopped while asking about {problem}") from died
                 deaths.append(str(died))
                 # The signal's name is known here alone; without a dump one death says nothing yet.
                 _keep_death(problem, environments, "crash", str(died), time.perf_counter() - clock, self._built_on)
+            except KeyboardInterrupt:
+                self.close(at_once=True)
+                _pardon(problem, environments)
+                raise
             else:
                 return _answer(reply, started, time.perf_counter() - clock, deaths)
         raise WorkerError(
@@ -225,7 +227,7 @@ class Worker:
                 start_new_session=True,
                 # A child is there to build.
                 env={
-                    **os.environ,
+                    **{name: value for name, value in os.environ.items() if not name.startswith("SIDESTEP_")},
                     **settings.get().to_environ(),
                     "SIDESTEP_BUILD": "always",
                     **({"SIDESTEP_VERIFY": "1"} if self._verify else {}),
@@ -306,6 +308,13 @@ class _DiedError(Exception):
 
 def _key(problem: AttentionProblem, backend: str, manifest: environment.Manifest) -> str:
     return failure_key(environment.digest(manifest), backend, problem.digest())
+
+
+def _pardon(problem: AttentionProblem, environments: Mapping[str, Any]) -> None:
+    """The child's end was ours, and no death of a backend's."""
+    for name, manifest in environments.items():
+        if manifest:
+            failures.pardon(_key(problem, name, manifest))
 
 
 def _keep_death(

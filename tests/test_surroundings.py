@@ -423,6 +423,16 @@ def test_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.get().directory() == Path("/relative")
 
 
+def test_a_variable_that_is_no_setting_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"SIDESTEP_BACKEND": "cudnn", "SIDESTEP_STRICT": "1", "SIDESTEP_Q": "", "OTHER": "1"}
+    for _ in range(2):
+        assert settings.Settings.from_environ(environ) == settings.Settings(strict=True)
+    backend, odd = [record.getMessage() for record in caplog.records]
+    assert backend == "SIDESTEP_BACKEND is no setting of this version and does nothing: did you mean SIDESTEP_BACKENDS?"
+    assert "SIDESTEP_Q is no setting" in odd
+    assert "there are SIDESTEP_BACKENDS, SIDESTEP_CACHE, " in odd
+
+
 def test_autocast_may_change_its_dtype_between_calls() -> None:
     query, key, value = tensors(29, grad=False)
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, None, torch.float16):

@@ -471,8 +471,13 @@ def children_of(parent: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: Path, as_json: bool) -> None:
+@pytest.mark.parametrize(
+    ("as_json", "number"),
+    [(True, signal.SIGINT), (False, signal.SIGINT), (True, signal.SIGTERM), (False, signal.SIGHUP)],
+)
+def test_ctrl_c_ends_the_children_and_keeps_what_was_done(
+    odd: Path, tmp_path: Path, as_json: bool, number: signal.Signals
+) -> None:
     command = [sys.executable, "-m", "sidestep", "warmup", str(spec(tmp_path, FOUR)), *(["--json"] if as_json else [])]
     command += ["--backends", "odd_bug,odd_hang", "--jobs", "2"]
     env = {**os.environ, "SIDESTEP_STRICT": "0"}
@@ -487,9 +492,9 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: P
         while not any("/odd_hang/" in key for key in intents(tmp_path)):
             time.sleep(0.01)
         children = children_of(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert len(children) == 2
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
     assert "interrupted: 3 of 4 problems done" in stderr
@@ -497,7 +502,7 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: P
     if as_json:
         data = json.loads(stdout)
         assert [item["problem"]["query"]["shape"][0] for item in data["items"]] == [2, 3, 4]
-        assert data["error"]["type"] == "KeyboardInterrupt"
+        assert data["error"]["type"] == ("KeyboardInterrupt" if number == signal.SIGINT else "Interrupted")
         assert data["stats"]["selections"] == 3
     else:
         assert stdout.splitlines()[-1].startswith("3 problems: 3 served; builds 3, ")
@@ -508,6 +513,22 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(odd: Path, tmp_path: P
         ("remembered", "error"),
         ("failed", "timeout"),
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_retry_that_is_interrupted_keeps_the_record(odd: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = sidestep("warmup", spec(tmp_path, CPU), "--backends", "odd_hang,torch_math", "--timeout", "1", "--json")
+    assert run.code == 1
+    before = only_record()
+    command = [sys.executable, "-m", "sidestep", "failures", "retry", before["id"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not intents(tmp_path):
+            time.sleep(0.01)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (128 + number, "", f"interrupted ({number.name})\n")
+    assert only_record() == before
+    assert not intents(tmp_path)
 
 
 def test_a_terminal_has_a_bar_and_its_ctrl_c_works(odd: Path, tmp_path: Path) -> None:
