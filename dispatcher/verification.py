@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from .problem import AttentionProblem, Layout
 
 # Raised when the data or the tolerances change, so that what an older version found right is looked at again.
-VERSION = 1
+VERSION = 2
 
 _BLOCK = 2**22  # logits that are compared at a time: in float64, with all that is computed of them, some 400 MB
-_EMPTY_ROWS, _LEFT_PADDING, _MASK = "empty rows", "left padding", "mask near -120"
+_EMPTY_ROWS, _LEFT_PADDING, _RIGHT_PADDING, _MASK = "empty rows", "left padding", "right padding", "mask near -120"
+# Of the output's gradient: no memory of its own, as that of a sum has it, and a last stride that is not 1.
+_EXPANDED, _TRANSPOSED = "expanded gradient", "transposed gradient"
 _NAMES = ("gradient of query", "gradient of key", "gradient of value", "gradient of attn_mask")
 
 # Runs a plan apart on query, key, value and mask, and a gradient of the output; gives the output and the gradients.
@@ -146,10 +148,11 @@ class Inputs(NamedTuple):
 def data_sets(problem: AttentionProblem) -> tuple[str, ...]:
     """The names of the sets of data that fit a problem."""
     names = ["plain", "logits near -120", "logits near 120", "logits -128", "one-hot", "repeated rows"]
+    names += [_EXPANDED, _TRANSPOSED] if problem.training else []
     mask = problem.mask
     if mask is not None:
         names.append(_EMPTY_ROWS)
-        names += [_LEFT_PADDING] if mask.shape[3] > 1 and mask.stride[3] else []
+        names += [_LEFT_PADDING, _RIGHT_PADDING] if mask.shape[3] > 1 and mask.stride[3] else []
         names += [_MASK] if mask.dtype != "bool" else []
     return tuple(names)
 
@@ -189,12 +192,17 @@ def inputs(problem: AttentionProblem, device: torch.device, data: str) -> Inputs
     if problem.mask is not None:
         mask = _place(_mask(normal(problem.mask), problem, data), problem.mask, problem.mask.dtype)
     grad = torch.randn(problem.output_shape, generator=random, device=device, dtype=wide)
+    grad = grad.to(getattr(torch, problem.dtype))
+    if data == _EXPANDED:
+        grad = grad[:1, :1, :1, :1].expand_as(grad)
+    elif data == _TRANSPOSED:
+        grad = grad.mT.contiguous().mT
     return Inputs(
         _place(query, problem.query, problem.dtype),
         _place(key, problem.key, problem.dtype),
         _place(value, problem.value, problem.dtype),
         mask,
-        grad.to(getattr(torch, problem.dtype)),
+        grad,
     )
 
 
@@ -214,12 +222,14 @@ def _mask(drawn: torch.Tensor, problem: AttentionProblem, data: str) -> torch.Te
         mask[..., :1] = True
     if data == _EMPTY_ROWS:
         mask.flatten(0, 2)[::3] = excluded
-    elif data == _LEFT_PADDING:
+    elif data in (_LEFT_PADDING, _RIGHT_PADDING):
         batch, _, queries, keys = mask.shape
         column = torch.arange(keys, device=mask.device)
         padding = torch.tensor([(b + 1) * keys // (2 * batch) for b in range(batch)], device=mask.device)
-        keep = column >= padding.view(-1, 1, 1, 1)
-        if queries > 1:  # with a causal part, as language models have it: the first rows have no key
+        padding = padding.view(-1, 1, 1, 1)
+        keep = column >= padding if data == _LEFT_PADDING else column < keys - padding
+        if queries > 1 and data == _LEFT_PADDING:
+            # With a causal part, as language models have it: the first rows have no key.
             row = torch.arange(queries, device=mask.device)[:, None]
             keep = keep & (column <= row + max(keys - queries, 0))
         mask = keep.expand_as(mask) if boolean else torch.zeros_like(mask).masked_fill(~keep, -torch.inf)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from process import Counters, reload_settings
 from reference import BACKENDS, assert_close, attention
-from small import Small, check, registered, tensors
+from small import Small, SmallPlan, check, registered, tensors
 
 import sidestep
 from sidestep import cli, events, failures, selection, stores, verification
@@ -116,6 +116,39 @@ def test_a_wrong_result_is_recorded_and_the_next_backend_answers(
     assert counters.builds == 1, "known bad without SIDESTEP_VERIFY too"
 
 
+@pytest.mark.parametrize(
+    ("data", "sees"),
+    [
+        ("expanded gradient", lambda call: 0 in call["grad_output"].stride()),
+        ("transposed gradient", lambda call: 1 != call["grad_output"].stride(-1) != 0),
+        ("right padding", lambda call: not call["attn_mask"][..., -1].any() and call["attn_mask"][..., 0].all()),
+        ("left padding", lambda call: not call["attn_mask"][..., 0].any() and call["attn_mask"][..., -1].any()),
+        ("empty rows", lambda call: not call["attn_mask"][..., 0, :].any() and call["attn_mask"][..., 1, 0].all()),
+    ],
+)
+def test_what_is_wrong_for_one_kind_of_call_alone_is_found(
+    data: str, sees: Callable[[dict[str, Any]], bool], small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how the gradient of the output arrives, and by what a mask leaves out."""
+    call: dict[str, Any] = {}
+    backward = SmallPlan.backward
+
+    def watched(plan: SmallPlan, grad_output: Any, *tensors: Any) -> Any:
+        call.update(grad_output=grad_output, attn_mask=tensors[3])
+        return backward(plan, grad_output, *tensors)
+
+    def spoil(name: str, tensor: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+        if name == "value" and sees(call):
+            tensor[0, 0, 0, 0] += 1
+
+    monkeypatch.setattr(SmallPlan, "backward", watched)
+    small.spoil = spoil
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    sdpa(*tensors(grad=True), mask, backends=ORDER)
+    found = the_record().exception_text.splitlines()
+    assert [line.partition(" on ")[2].partition(":")[0] for line in found] == [f"'{data}'"]
+
+
 def test_what_is_not_a_number_is_found_and_is_the_worst(small: Small) -> None:
     small.spoil = off("output", by=torch.nan)
     check(tensors(), backends=ORDER)
@@ -164,7 +197,7 @@ def test_what_is_right_is_verified_once_for_all_processes(small: Small, monkeypa
         return small.asked.count("forward")
 
     once = 2  # the first run, and the call
-    sets = 6
+    sets = 8
     assert runs() == once + sets
     assert runs() == 1
     new_process()
