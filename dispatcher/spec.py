@@ -125,7 +125,7 @@ def parse(text: str) -> Spec:
         SpecError: naming the entry, and what was wrong.
     """
     try:
-        data = yaml.load(text, _Loader)
+        data = _Loader(text).get_single_data()
     except yaml.YAMLError as error:  # its text names line and column
         raise SpecError(f"not YAML: {error}") from error
     except RecursionError as error:
