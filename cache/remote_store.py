@@ -237,8 +237,8 @@ class RemoteStore:
         self._say(
             logging.WARNING,
             f"The cache server {self._place} does not answer: {cause}. Records are kept on this machine only until it"
-            " does; it is tried again in a second, later once a minute. Check SIDESTEP_CACHE (host, user, password), the"
-            " network and the server (redis-cli ping), or set SIDESTEP_CACHE=disk.",
+            " does; it is tried again in a second, later once a minute. Check SIDESTEP_CACHE (host, user, password),"
+            " the network and the server (redis-cli ping), or set SIDESTEP_CACHE=disk.",
             "away",
         )
 

@@ -94,6 +94,17 @@ def test_keys_while_they_are_deleted(store):
     assert list(store.keys()) == []
 
 
+def test_a_writer_that_dies_leaves_the_old_value(tmp_path):
+    """However large the value is: killed between the old one's deletion and the end of the transaction."""
+    code = (
+        "import os, pathlib, sys; from sidestep.cache import disk_store;"
+        "s = disk_store.DiskStore(pathlib.Path(sys.argv[1])); s.set('a', b'x' * 300_000);"
+        "disk_store._Cache.set = lambda *_: os.kill(os.getpid(), 9); s.set('a', b'y')"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9
+    assert DiskStore(tmp_path).get("a") == b"x" * 300_000
+
+
 def test_only_text_and_bytes(store):
     for key in (1, b"k", None, ("k",), "\ud800"):
         with pytest.raises(RefusedError):
@@ -171,7 +182,7 @@ def test_the_folder(tmp_path):
     assert "*" in (cache / ".gitignore").read_text().splitlines()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     inside = [cache / "failures", *(cache / "failures").rglob("*")]
-    assert {path.suffix for path in inside if path.is_file()} == {".db", ".db-wal", ".db-shm", ".val"}
+    assert {path.suffix for path in inside if path.is_file()} == {".db", ".db-wal", ".db-shm"}
     assert {path.name: stat.S_IMODE(path.stat().st_mode) & 0o077 for path in inside} == dict.fromkeys(
         (path.name for path in inside), 0
     )
