@@ -40,8 +40,9 @@ _SETTINGS = {
     # A mapped file that somebody truncates is a SIGBUS.
     "sqlite_mmap_size": 0,
     "sqlite_auto_vacuum": 0,
-    # A traceback fits in its row; a second file per record would be slower (https://sqlite.org/intern-v-extern-blob.html).
-    "disk_min_file_size": 2**17,
+    # All in rows, which end at 1e9 bytes: a file would go before the transaction that lets go of it is committed, and
+    # stay where a process dies between the two; and a bound is kept by counting pages.
+    "disk_min_file_size": 2**31 - 1,
 }
 # https://sqlite.org/security.html, "Untrusted SQLite Database Files".
 _PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "synchronous = NORMAL")
@@ -63,27 +64,15 @@ class BytesDisk(diskcache.Disk):  # type: ignore[misc]
         return str(key)
 
     def store(self, value: object, read: bool, key: Any = UNKNOWN) -> tuple[int, int, str | None, bytes | None]:
-        """Return size, mode, file name and value as the database holds them; a large value is written to its file."""
+        """Return size, mode, file name and value as the database holds them, which is all in the row."""
         if read:
             raise RefusedError("a file in place of a value")
         check_item("", value)
         assert isinstance(value, bytes)
-        if len(value) < self.min_file_size:
-            return 0, MODE_RAW, None, value
-        filename, _ = self.filename(key, value)
-        path = self._inside(filename)
-        for parent in (path.parents[1], path.parent):  # each by itself: mkdir's mode does not reach parents
-            parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-                file.write(value)
-        except OSError:
-            self.remove(filename)
-            raise
-        return len(value), MODE_BINARY, filename, None
+        return 0, MODE_RAW, None, value
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
-        """Return the value of a row."""
+        """Return the value of a row; earlier versions wrote large ones to files."""
         if mode == MODE_RAW and type(value) is bytes and not read:
             return value
         if mode == MODE_BINARY and not read:
@@ -141,15 +130,12 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
         OSError, sqlite3.Error, RefusedError: The database cannot be used.
     """
 
-    def __init__(
-        self, folder: Path, all_in_rows: bool = False
-    ) -> None:  # the base's would read and write the Settings table
+    def __init__(self, folder: Path) -> None:  # the base's would read and write the Settings table
         self._directory = str(folder)
         self._timeout = _TIMEOUT
         self._local = threading.local()
         self._txn_id = None
-        smallest_file = 2**31 if all_in_rows else _SETTINGS["disk_min_file_size"]  # SQLite's rows end at 1e9 bytes
-        self._disk = BytesDisk(self._directory, min_file_size=smallest_file)
+        self._disk = BytesDisk(self._directory)
         for name, value in _SETTINGS.items():
             setattr(self, name, value)
         if not os.path.lexists(folder / DBNAME):
@@ -326,8 +312,7 @@ class DiskStore:
             if self._opened is None:
                 folder = cache_folder(self._directory, self._name)
                 refuse_network(folder)
-                # A bound is kept by counting pages, so nothing may lie beside them.
-                self._opened = os.getpid(), _Cache(folder, all_in_rows=self._max_bytes is not None)
+                self._opened = os.getpid(), _Cache(folder)
             yield self._opened[1]
         except (OSError, sqlite3.Error, diskcache.Timeout, OverflowError, RefusedError) as error:
             # diskcache leaves a transaction open when its COMMIT fails: closing ends it, so that others need not wait.

@@ -5,6 +5,7 @@ A test marked `gpu` is collected everywhere; where there is no GPU it is deselec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TE
 sys.path.insert(0, str(TESTS))  # for `import process, reference`
 
 from process import Counters, reload_settings  # noqa: E402 - found by the line above
+
+with contextlib.suppress(ModuleNotFoundError):  # where only GPU tests run it may be absent
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no failure: by default an example that takes 200 ms is one.
+    settings.register_profile("sidestep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("sidestep")
 
 _NOT_RUN = pytest.StashKey[int]()
 

@@ -70,7 +70,7 @@ class Broken:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         env |= {"SIDESTEP_CACHE_DIR": str(self.folder / "cache"), "SIDESTEP_STRICT": "1" if strict else "0"}
         command = (sys.executable, *command)
-        return subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=600)
+        return subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=1200)
 
     def records(self) -> list[dict[str, object]]:
         """Every record of cuDNN's, as `failures show` gives it."""

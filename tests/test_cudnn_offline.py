@@ -79,7 +79,7 @@ def child(script: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         env={**clean, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_demo() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "demo.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert len(re.findall(r"error against float64: .* right$", done.stdout, re.MULTILINE)) == 8

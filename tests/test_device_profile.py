@@ -13,7 +13,7 @@ from sidestep.backends import cudnn_offline
 
 def record(path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sidestep", "device-profile", str(path), "--name", "here"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.mark.gpu

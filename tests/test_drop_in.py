@@ -67,11 +67,11 @@ def test_a_block_goes_on_when_another_thread_s_ends() -> None:
     def other() -> None:
         with sidestep.installed():
             inside.set()
-            leave.wait(30)
+            leave.wait(300)
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(30)
+    inside.wait(300)
     with sidestep.installed():
         leave.set()
         thread.join()

@@ -166,7 +166,7 @@ def child(
             cwd=cache,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
 
 

@@ -202,11 +202,11 @@ def test_the_variable_reaches_a_command(tmp_path: Path) -> None:
     shape = ["--batch", "1", "--heads", "2", "--query-length", "128", "--head-size", "64", "--backends", "cudnn"]
     command = [sys.executable, "-m", "sidestep", "explain", *shape, "--device", "h200"]
     env = {**os.environ, "SIDESTEP_RULES": str(path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert "numbers I do not like (rule mine; https://example.com/1)" in done.stdout
     path.write_text("[[rule]]\n")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 2
     assert "SIDESTEP_RULES=" in done.stderr
     assert "rule 1: name: expected a text" in done.stderr
@@ -398,7 +398,7 @@ def test_padded_graphs_build_and_rules_choose_them() -> None:
         "another length": (make(keys=200), NONE),
     }
     command = [sys.executable, "-c", BUILD, *(json.dumps(problem.to_json()) for problem, _ in problems.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     declared = [json.loads(line) for line in done.stdout.splitlines()]
     wanted = [[chosen, NONE, BOTH, BOTH] for _, chosen in problems.values()]

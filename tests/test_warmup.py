@@ -39,6 +39,7 @@ problems:
   - {dropout: 1}                      # nobody is asked
   - {causal: [false, true], mask: [none, bool], training: false}    # the first was there already; one cannot be
 """
+HUNG_AFTER = 4.0  # seconds, in which a busy machine still answers a small question
 ARGUMENTS = ["--batch", 1, "--heads", 1, "--query-length", 4, "--head-size", 8]
 CPU = "problems: [{batch: 1, heads: 2, query_length: 8, head_size: 16, device: cpu}]"
 
@@ -66,7 +67,7 @@ class Run:
 def sidestep(*arguments: object, **variables: str) -> Run:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "sidestep", *map(str, arguments)]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=1200)
     return Run(done.returncode, done.stdout, done.stderr)
 
 
@@ -415,19 +416,19 @@ def test_a_build_that_crashes_is_recorded_and_passed_over(odd: Path) -> None:
 
 
 def test_a_build_that_hangs_is_killed_and_recorded_with_where(odd: Path) -> None:
-    run = sidestep("warmup", odd, "--backends", "odd_hang,torch_math", "--timeout", "1", "--json")
+    run = sidestep("warmup", odd, "--backends", "odd_hang,torch_math", "--timeout", HUNG_AFTER, "--json")
     assert run.code == 1
     (item,) = run.items
     assert [(d["decision"], d.get("kind")) for d in item["decisions"]] == [("failed", "timeout"), ("chosen", None)]
     record = only_record()
-    assert (record["kind"], record["duration"], record["built_on"]) == ("timeout", 1.0, "local")
-    assert "limit of 1 s" in record["exception_text"]
+    assert (record["kind"], record["duration"], record["built_on"]) == ("timeout", HUNG_AFTER, "local")
+    assert f"limit of {HUNG_AFTER:g} s" in record["exception_text"]
     assert "in hang" in record["traceback"]
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("segv", "crash"), ("hang", "timeout")])
 def test_the_others_go_on_where_a_child_dies_or_hangs(odd: Path, tmp_path: Path, mode: str, kind: str) -> None:
-    order = ("--backends", f"odd_{mode},torch_math", "--timeout", "2", "--jobs", 2, "--json")
+    order = ("--backends", f"odd_{mode},torch_math", "--timeout", HUNG_AFTER, "--jobs", 2, "--json")
     run = sidestep("warmup", spec(tmp_path, FOUR), *order)
     assert run.code == 1
     assert [item["problem"]["query"]["shape"][0] for item in run.items] == [2, 3, 1, 4]
@@ -493,7 +494,7 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(
             time.sleep(0.01)
         children = children_of(process.pid)
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 128 + number
     assert len(children) == 2
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
@@ -508,7 +509,11 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(
         assert stdout.splitlines()[-1].startswith("3 problems: 3 served; builds 3, ")
     assert only_record()["kind"] == "error"  # found before the hang
     assert not intents(tmp_path)  # to end a build is not a crash of it
-    again = sidestep("warmup", tmp_path / "spec.yaml", *command[-4:], "--timeout", "1", "--json", SIDESTEP_STRICT="0")
+    if number != signal.SIGINT:
+        return
+    again = sidestep(
+        "warmup", tmp_path / "spec.yaml", *command[-4:], "--timeout", HUNG_AFTER, "--json", SIDESTEP_STRICT="0"
+    )
     assert [(d["decision"], d["kind"]) for d in again.items[2]["decisions"]] == [
         ("remembered", "error"),
         ("failed", "timeout"),
@@ -517,7 +522,9 @@ def test_ctrl_c_ends_the_children_and_keeps_what_was_done(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_retry_that_is_interrupted_keeps_the_record(odd: Path, tmp_path: Path, number: signal.Signals) -> None:
-    run = sidestep("warmup", spec(tmp_path, CPU), "--backends", "odd_hang,torch_math", "--timeout", "1", "--json")
+    run = sidestep(
+        "warmup", spec(tmp_path, CPU), "--backends", "odd_hang,torch_math", "--timeout", HUNG_AFTER, "--json"
+    )
     assert run.code == 1
     before = only_record()
     command = [sys.executable, "-m", "sidestep", "failures", "retry", before["id"]]
@@ -525,7 +532,7 @@ def test_a_retry_that_is_interrupted_keeps_the_record(odd: Path, tmp_path: Path,
         while not intents(tmp_path):
             time.sleep(0.01)
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=600)
     assert (process.returncode, stdout, stderr) == (128 + number, "", f"interrupted ({number.name})\n")
     assert only_record() == before
     assert not intents(tmp_path)
