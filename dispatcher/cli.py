@@ -491,16 +491,15 @@ def retry(record: FailureRecord, device: str | None, timeout: float) -> Answer:
         device = _shipped_profile(record) if device is None else device
     forgotten = False
     with Worker(device) as worker:
-        records.forget(record)
+        records.expire(record)
         try:
             answer = worker.ask(problem, [record.backend], timeout, only_in=record.environment)
             forgotten = isinstance(answer.decisions[0], Chosen)
         finally:
-            newer = records.find(record.id)
-            if not forgotten:
+            if forgotten:
                 records.forget(record)
-                for one in (record, *newer):  # the newer one takes over the history of the record
-                    records.keep(one)
+            else:
+                records.restore(record)
     return answer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,6 +141,20 @@ def find(id_prefix: str) -> list[FailureRecord]:
     """The records whose id begins with `id_prefix`."""
     found = (_read(key) for key in find_by_id(store(), id_prefix))
     return [record for record in found if record is not None]
+
+
+def expire(record: FailureRecord) -> None:
+    """Let the next call try the backend again. The record stays, dated 1970: a process that is killed loses no more."""
+    store().set(record.key, dataclasses.replace(record, last_time=0.0).to_bytes())
+    _intents().clear(record.key)
+
+
+def restore(record: FailureRecord) -> None:
+    """Undo `expire`, unless it has failed again since: then the later failure has taken over the record's history."""
+    found = _read(record.key)
+    if found is None or not found.last_time:
+        store().set(record.key, record.to_bytes())
+    _intents().clear(record.key)
 
 
 def forget(record: FailureRecord) -> None:

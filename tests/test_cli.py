@@ -21,6 +21,7 @@ from sidestep import cli, failures, stores
 from sidestep.cache import FailureRecord, failure_key
 from sidestep.decisions import Chosen
 from sidestep.problem import AttentionProblem, Layout
+from sidestep.worker import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ["--batch", "2", "--heads", "4", "--query-length", "8", "--head-size", "16"]
@@ -283,6 +284,23 @@ def test_retry_leaves_alone_what_a_build_cannot_refute(kind: str) -> None:
     assert result.exit_code == 1
     assert f"sidestep failures forget {one}" in result.stderr
     assert items("failures", "show", one)[0]["kind"] == kind
+
+
+def test_a_record_is_there_all_the_time_that_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle, a retry loses nothing; ended by an exception, it changes nothing."""
+    (one,) = keep(record(0))
+    (made,) = failures.find(one)
+    seen: list[FailureRecord] = []
+
+    def ask(*_: Any, **__: Any) -> None:
+        seen.extend(failures.find(one))
+        raise WorkerError("no child today")
+
+    monkeypatch.setattr(Worker, "ask", ask)
+    assert run("failures", "retry", one, "--device", "h200").exit_code == 1
+    assert [dataclasses.replace(during, last_time=made.last_time) for during in seen] == [made]
+    assert not seen[0].is_valid(made.last_time)  # so that it is tried
+    assert failures.find(one) == [made]
 
 
 def test_retry_needs_the_profile_of_the_recorded_gpu() -> None:
