@@ -544,7 +544,35 @@ def test_peers_samples_are_compared_with_float64() -> None:
     def without_mask_gradient(*args: Any, attn_mask: torch.Tensor) -> Any:
         return sdpa(*args, attn_mask=attn_mask * 0.5 + attn_mask.detach() * 0.5)
 
-    assert thunder_peers.right(jit(lambda *a, **k: sdpa(*a, **k)), Sample) == "passed"
-    assert "output: off by nan" in thunder_peers.right(lambda *a, **k: sdpa(*a, **k) * torch.nan, Sample)
-    assert "output: off by" in thunder_peers.right(lambda *a, **k: sdpa(*a, **k) * 1.001, Sample)
-    assert "gradient 4 of 4" in thunder_peers.right(without_mask_gradient, Sample)
+    def outcome(function: Callable[..., torch.Tensor]) -> str:
+        return thunder_peers.verdict(thunder_peers.errors_of(function, Sample))
+
+    assert outcome(jit(lambda *a, **k: sdpa(*a, **k))) == "passed"
+    assert "output: off by inf" in outcome(lambda *a, **k: sdpa(*a, **k) * torch.nan)
+    assert "output: off by" in outcome(lambda *a, **k: sdpa(*a, **k) * 1.001)
+    assert "gradient 4 of 4" in outcome(without_mask_gradient)
+
+
+def test_peers_errors_are_measured_by_the_parts_where_they_cancel() -> None:
+    """A saturated softmax: gradients are differences of rounded numbers, and no kernel gives more than a rounding."""
+    q, k, v = ((7 * t).detach().requires_grad_() for t in qkv(4, 3, 8))
+
+    class Sample:
+        args, kwargs = (q, k, v), {"is_causal": True}
+
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+
+    def errors(backend: str, factor: float = 1.0) -> list[thunder_peers.Error]:
+        function: Any = sidestep.scaled_dot_product_attention
+        return thunder_peers.errors_of(lambda *a, **k: function(*a, **k, backends=backend) * factor, Sample)
+
+    own, flash = errors("torch_math"), errors("torch_flash")
+    assert thunder_peers.verdict(own) == "passed"
+    assert thunder_peers.verdict(flash) != "passed"
+    assert not thunder_peers.is_worse(own, flash)
+    assert thunder_peers.is_worse(own, errors("torch_flash", 1.0001))
+    assert thunder_peers.is_worse(own, flash[:-1])
+    # The parts of the output are those of sum(weight * |value|).
+    sizes = thunder_peers.parts(*wide, is_causal=True)
+    torch.testing.assert_close(sizes[0], attention(wide[0], wide[1], wide[2].abs(), is_causal=True))
+    assert [size.shape for size in sizes] == [t.shape for t in (q, q, k, v)]
