@@ -127,12 +127,12 @@ class FailureRecord:
         return None
 
     def is_valid(self, now: float) -> bool:
-        """Whether the failure still stands at unix time `now`.
+        """Whether the failure still stands at unix time `now`; one dated 0 is to be tried again, whatever its kind.
 
         One of more than a day ahead was dated by a clock gone wrong, and would stand for years.
         """
         retry = self.retry_time()
-        return retry is None or self.last_time - DAY < now < retry
+        return self.last_time > 0 and (retry is None or self.last_time - DAY < now < retry)
 
     def again(self, newer: FailureRecord) -> FailureRecord:
         """Return `newer`, a later failure of the same key, with this record's history.

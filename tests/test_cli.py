@@ -286,9 +286,10 @@ def test_retry_leaves_alone_what_a_build_cannot_refute(kind: str) -> None:
     assert items("failures", "show", one)[0]["kind"] == kind
 
 
-def test_a_record_is_there_all_the_time_that_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["unsupported", "error", "crash", "timeout"])
+def test_a_record_is_there_all_the_time_that_it_is_tried_again(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Killed in the middle, a retry loses nothing; ended by an exception, it changes nothing."""
-    (one,) = keep(record(0))
+    (one,) = keep(record(0, kind))
     (made,) = failures.find(one)
     seen: list[FailureRecord] = []
 
