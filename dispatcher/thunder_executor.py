@@ -4,7 +4,8 @@ Importing this module registers the executor by its name. While tracing it looks
 is built and no GPU is touched. In traces it is one of three operators:
 
     sidestep_attention            inference: the output, and nothing is saved
-    sidestep_attention_forward    training: the output, RESIDUALS tensors (None where unused), and what served
+    sidestep_attention_forward    training: the output, RESIDUALS tensors (None where unused), what served, and copies
+                                  of inputs and output that the program changes in place afterwards
     sidestep_attention_backward   the gradients, by what served the forward
 
 The residuals are tensors of the trace, so that Thunder saves, offloads and frees them as its own.
@@ -49,7 +50,15 @@ from .events import counters
 from .problem import AttentionProblem
 from .semantics import ALIGNMENT, Call, constant_output, validate
 from .thunder_fallback import FallbackExecutor
-from .thunder_traces import attention_problem, info_of, keep_from_recomputation, needs_gradient, number
+from .thunder_traces import (
+    attention_problem,
+    changes_in_place,
+    copy,
+    info_of,
+    keep_from_recomputation,
+    needs_gradient,
+    number,
+)
 
 __all__ = ["RESIDUALS", "FallbackExecutor", "executor"]
 
@@ -136,12 +145,17 @@ def _infer_meta(
     return _output(query, key, value, enable_gqa)
 
 
-def _forward_meta(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool, **__: Any) -> Any:
+def _forward_meta(
+    query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, enable_gqa: bool, copied: Sequence[int] = (), **__: Any
+) -> Any:
     # Backends differ in their residuals, and which one serves is not known yet: what a trace says of them is nominal.
     residuals = [
         TensorProxy(prefix="residual", shape=(1,), dtype=dtypes.float32, device=query.device) for _ in range(RESIDUALS)
     ]
-    return (_output(query, key, value, enable_gqa), *residuals, AnyProxy(None, prefix="served_by"))
+    output = _output(query, key, value, enable_gqa)
+    known = (query, key, value, attn_mask, output)
+    copies = [TensorProxy(like=known[place], requires_grad=False) for place in copied]
+    return (output, *residuals, AnyProxy(None, prefix="served_by"), *copies)
 
 
 def _backward_meta(
@@ -164,8 +178,9 @@ def _infer(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
     dropout_p: float, is_causal: bool, *, scale: float | None, enable_gqa: bool, mask_grad: bool,
+    copied: Sequence[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The output, RESIDUALS tensors or None, and what `_backward` needs to know of them."""
+    """The output, RESIDUALS tensors or None, what `_backward` needs to know of them, and copies of what changes."""
     tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
     order = attention._get_order()
     signature = (
@@ -190,7 +205,15 @@ def _forward(
         if settled:
             selection.install(signature, selection.Entry(route, (), guards.never, plan), decided, refusing)
     result: tuple[Any, ...] = route(query, key, value, attn_mask)
-    return result
+    return _with_copies(result, (query, key, value, attn_mask, result[0]), copied) if copied else result
+
+
+def _with_copies(result: tuple[Any, ...], known: Sequence[Any], copied: Sequence[int]) -> tuple[Any, ...]:
+    """`result` and copies of what will change; residuals may be views of that."""
+    changing = {known[place].untyped_storage().data_ptr() for place in copied}
+    output, *residuals, served_by = result
+    kept = [copy(t) if t is not None and t.untyped_storage().data_ptr() in changing else t for t in residuals]
+    return (output, *kept, served_by, *[copy(known[place]) for place in copied])
 
 
 def _backward(
@@ -309,10 +332,16 @@ def _with_gradients(
         keep_from_recomputation(executor.latest.bsym)
     mask_grad = attn_mask is not None and dtypes.is_float_dtype(attn_mask.dtype) and needs_gradient(attn_mask)
     flags = {"scale": scale, "enable_gqa": enable_gqa, "mask_grad": mask_grad}
-    output, *residuals, served_by = _forward_symbol(query, key, value, attn_mask, dropout_p, is_causal, **flags)
-    grads = _backward_symbol(
-        get_grad(output), query, key, value, attn_mask, output, tuple(residuals), served_by, mask_grad=mask_grad
-    )
+    # The output that the program knows, by its name.
+    known = (query, key, value, attn_mask, executor.latest.bsym.output)
+    if copied := tuple(place for place, one in enumerate(known) if one is not None and changes_in_place(one)):
+        flags["copied"] = copied
+    output, *rest = _forward_symbol(query, key, value, attn_mask, dropout_p, is_causal, **flags)
+    residuals, served_by, copies = rest[:RESIDUALS], rest[RESIDUALS], rest[RESIDUALS + 1 :]
+    saved = [query, key, value, attn_mask, output]
+    for place, made in zip(copied, copies, strict=True):
+        saved[place] = made
+    grads = _backward_symbol(get_grad(output), *saved, tuple(residuals), served_by, mask_grad=mask_grad)
     for tensor, grad in zip((query, key, value, attn_mask), grads, strict=False):
         put_grad(tensor, grad)
     return output

@@ -49,7 +49,8 @@ from .decisions import Decision, Failed, Remembered, describe
 from .errors import NoBackendError
 from .problem import AttentionProblem
 from .symbol_problem import SymbolProblem
-from .thunder_traces import attention_problem, info_of, keep_from_recomputation
+from .thunder_traces import attention_problem, changes_in_place, info_of, keep_from_recomputation
+from .thunder_traces import copy as copy_of
 
 _ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _MAX_SIGNATURES = 4096
@@ -342,13 +343,18 @@ class _Call:
         """The same, with the gradients."""
         self.training = True
         device = self.outputs[0].device
+        known = [*self.inputs, *self.outputs]
+        self.copied = [
+            place for place, one in enumerate(known) if isinstance(one, TensorProxy) and changes_in_place(one)
+        ]
 
         def meta(*_: Any) -> Any:
             # Children differ in what they save, and which one serves is not known yet: this is nominal.
             saved = [
                 TensorProxy(prefix="saved", shape=(1,), dtype=dtypes.float32, device=device) for _ in range(self.slots)
             ]
-            return (*self._like_outputs(), *saved, AnyProxy(None, prefix="served_by"))
+            copies = [TensorProxy(like=known[place], requires_grad=False) for place in self.copied]
+            return (*self._like_outputs(), *saved, AnyProxy(None, prefix="served_by"), *copies)
 
         def backward_meta(*_: Any) -> Any:
             return tuple(TensorProxy(like=self.inputs[index], requires_grad=False) for index in self.graded)
@@ -357,9 +363,13 @@ class _Call:
         backward = self.owner.operator(f"{self.name}_backward", backward_meta, self._run_backward)
         made = forward(*self.inputs)
         count = len(self.outputs)
-        outputs, saved, served_by = made[:count], made[count:-1], made[-1]
+        outputs, saved, served_by = made[:count], made[count : count + self.slots], made[count + self.slots]
+        kept = [*self.inputs, *outputs]
+        for place, copied in zip(self.copied, made[count + self.slots + 1 :], strict=True):
+            kept[place] = copied
         gradients = tuple(get_grad(out) if dtypes.is_inexact_dtype(out.dtype) else None for out in outputs)
-        grads = backward(served_by, gradients, tuple(self.inputs), tuple(outputs), tuple(saved))
+        inputs = len(self.inputs)
+        grads = backward(served_by, gradients, tuple(kept[:inputs]), tuple(kept[inputs:]), tuple(saved))
         for index, grad in zip(self.graded, grads, strict=True):
             put_grad(self.inputs[index], grad)
         return list(outputs)
@@ -375,7 +385,9 @@ class _Call:
     def _run_training(self, *given: Any) -> tuple[Any, ...]:
         one, outputs, saved, others = self.forward(given)
         kept = [tensor for tensor, (kind, _) in zip(saved, one.places, strict=True) if kind == "slot"]
-        return (*outputs, *kept, *[None] * (self.slots - len(kept)), _Served(one, tuple(others)))
+        nothing = [None] * (self.slots - len(kept))
+        copies = [copy_of([*given, *outputs][place]) for place in self.copied]
+        return (*outputs, *kept, *nothing, _Served(one, tuple(others)), *copies)
 
     def _run_backward(
         self,
@@ -473,7 +485,9 @@ class _Served:
 def _symbol_id(symbol: Any) -> Any:
     if isinstance(symbol, str):
         return symbol
-    found = symbol if isinstance(symbol, Symbol) else _torch_to_thunder_function_map.get(symbol)
+    found: Any = symbol if isinstance(symbol, Symbol) else _torch_to_thunder_function_map.get(symbol)
+    if inspect.isfunction(found):  # those that know DTensor choose between two symbols
+        found = inspect.getclosurevars(found).nonlocals.get("single_device_symbol")
     if not isinstance(found, Symbol):
         raise ValueError(f"{symbol!r} is no symbol of Thunder's, nor a function of torch's that it knows")
     return found.id

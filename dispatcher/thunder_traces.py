@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.compile_data import _compile_data  # it has no public way to the statistics
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbolTag
 
@@ -66,6 +67,27 @@ def keep_from_recomputation(bsym: Any) -> None:
     bsym.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
     for output in bsym.flat_proxy_outs:
         output.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
+
+
+def changes_in_place(tensor: TensorProxy) -> bool:
+    """Whether the program that is being differentiated writes to the tensor's memory; what it saves must be a copy.
+
+    The copy has to be an output of the operator that computes the forward: what only a backward reads, Thunder computes
+    there, after the write. Nor would torch notice, since what Thunder saves it saves after the forward.
+    """
+    _, stats = _compile_data.get()
+    if stats is None or not stats.last_traces:
+        return False
+    aliased = [one for one in stats.last_traces[-1].bound_symbols if one.sym.id == PrimIDs.UPDATE_ALIASES]
+    return any(proxy.name == tensor.name for one in aliased for proxy in one.flat_proxy_args)
+
+
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which a plan was made for; dimensions of stride 0 stay so."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel():
+        return tensor.clone()
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def needs_gradient(tensor: TensorProxy) -> bool:

@@ -232,6 +232,25 @@ def test_a_trace_names_the_children(child: Child) -> None:
     assert "torch.nn.functional.gelu, by the first that can: child, torch" in str(thunder.last_traces(jitted)[-1])
 
 
+def test_what_changes_in_place_after_the_call_is_saved_before() -> None:
+    """Exp saves its output, and sin its input; torch would refuse the backward, and Thunder alone computes wrong."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        output = y.sin()
+        y.mul_(2.0)
+        grown = output.exp()
+        grown.mul_(3.0)
+        return grown + y
+
+    x = torch.randn(3, 4, requires_grad=True)
+    jitted = thunder.jit(
+        function, executors=[FallbackExecutor(["torch"], name="in_place", symbols=[torch.exp, torch.sin])]
+    )
+    (grad,) = torch.autograd.grad(jitted(x).sum(), x)
+    torch.testing.assert_close(grad, (3 * x.sin().exp() * x.cos() + 2).detach())
+
+
 def test_dropout_whose_backward_fails(child: Child) -> None:
     """The forward drew numbers that no other child knows: recorded and raised, and the next call is served."""
     jitted = thunder.jit(lambda x: F.dropout(x, 0.5), executors=[FallbackExecutor(["child", "torch"])])
@@ -270,6 +289,13 @@ def test_out_of_memory_is_not_recorded(child: Child) -> None:
     child.calls.clear()
     jitted(leaf(3, 4))
     assert "forward" in child.calls
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.mul, F.linear, F.silu, torch.reshape, torch.sin])
+def test_symbols_are_torchs_functions_too(function: Any) -> None:
+    """Of some Thunder's table holds a Python function, which chooses between a symbol and DTensor's."""
+    executor = FallbackExecutor(["torch"], name=f"only_{function.__name__}", symbols=[function])
+    assert executor.symbols in [{getattr(ltorch, function.__name__).id}, {f"torch.{function.__name__}"}]
 
 
 def test_names_and_children() -> None:
