@@ -102,7 +102,9 @@ def scaled_dot_product_attention(
         return _overridden(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     backends = None if _flash() and _cudnn() and _efficient() and _math() else permitted()
     try:
-        if backends == () or query.device.type not in _DEVICES or type(query).__torch_dispatch__ is not _no_dispatch:
+        # Thunder's proxies have no __torch_dispatch__; of torch's function Thunder knows what to make.
+        own = getattr(type(query), "__torch_dispatch__", None) is not _no_dispatch
+        if backends == () or own or query.device.type not in _DEVICES:
             return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backends=backends
@@ -146,9 +148,10 @@ def _torch(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    output: torch.Tensor = _original(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    given: dict[str, Any] = {"scale": scale}
+    if enable_gqa:  # Thunder's symbol for torch's function has no such parameter
+        given["enable_gqa"] = enable_gqa
+    output: torch.Tensor = _original(query, key, value, attn_mask, dropout_p, is_causal, **given)
     return output
 
 
