@@ -359,11 +359,19 @@ def _without_gradients(
     return _infer_symbol(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
+def _torchs_with_gradients(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+    *, scale: Any = None,
+) -> Any:  # fmt: skip
+    """With the parameters of Thunder's symbol: its vjp() takes them from here."""
+    return _with_gradients(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
 executor.register_implementation(
     ltorch.scaled_dot_product_attention,
     checker=_claims,
     execution_transform=_without_gradients,
-    grad_transform=_with_gradients,
+    grad_transform=_torchs_with_gradients,
 )
 executor.register_implementation(_infer_symbol, _infer_symbol, grad_transform=_with_gradients)
 

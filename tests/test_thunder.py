@@ -182,6 +182,18 @@ def test_a_module_trains_as_in_torch() -> None:
         torch.testing.assert_close(grads[1][name], expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_by_a_transform(masked: bool) -> None:
+    """Thunder's grad() differentiates in another way than a backward of torch's does."""
+    from thunder.core.transforms import grad
+
+    inputs = [*qkv(2, 4, 6, 8), *([torch.randn(6, 6, requires_grad=True)] if masked else [])]
+    grads = grad(jit(lambda *t: sdpa(*t).sin().sum()))(*inputs)
+    wanted = torch.autograd.grad(attention(*inputs).sin().sum(), inputs)
+    for mine, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     """A mask computed from an input without gradient costs no mask gradient; nor does a detached one."""
     for function in (
