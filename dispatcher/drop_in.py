@@ -101,7 +101,9 @@ def scaled_dot_product_attention(
         return _overridden(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     backends = None if _flash() and _cudnn() and _efficient() and _math() else permitted()
     try:
-        if backends == () or query.device.type not in _DEVICES or type(query).__torch_dispatch__ is not _no_dispatch:
+        # Thunder's proxies have no __torch_dispatch__; of torch's function Thunder knows what to make.
+        own = getattr(type(query), "__torch_dispatch__", None) is not _no_dispatch
+        if backends == () or own or query.device.type not in _DEVICES:
             return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backends=backends
@@ -136,7 +138,10 @@ torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scale
 
 
 def _torch(*arguments: Any) -> torch.Tensor:
-    output: torch.Tensor = _original(*arguments[:6], scale=arguments[6], enable_gqa=arguments[7])
+    options = {"scale": arguments[6]}
+    if arguments[7]:  # Thunder's symbol for torch's function has no such parameter
+        options["enable_gqa"] = arguments[7]
+    output: torch.Tensor = _original(*arguments[:6], **options)
     return output
 
 

@@ -172,6 +172,11 @@ class Call(NamedTuple):
                 "give its local or inner tensors (DTensor.to_local()), or call torch's own function, which "
                 "sidestep.install() does for such tensors"
             )
+        if any(hasattr(size, "data_ptr") for tensor in self.tensors() for size in tensor.shape):
+            raise InvalidCallError(
+                "under torch.jit.trace sizes are tensors, and a backend is chosen by numbers: use torch.compile, or "
+                "call torch's own function, which sidestep.install() does while something is traced"
+            )
         mask = None if self.attn_mask is None else TensorInfo.of(self.attn_mask)
         infos = (TensorInfo.of(self.query), TensorInfo.of(self.key), TensorInfo.of(self.value))
         validate(*infos, mask, self.dropout_p, self.is_causal, self.enable_gqa)

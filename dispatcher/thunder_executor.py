@@ -15,6 +15,7 @@ The residuals are tensors of the trace, so that Thunder saves, offloads and free
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 from collections.abc import Sequence
@@ -354,11 +355,19 @@ def _without_gradients(
     return _infer_symbol(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
+def _torchs_with_gradients(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+    *, scale: Any = None,
+) -> Any:  # fmt: skip
+    """With the parameters of Thunder's symbol: its vjp() takes them from here."""
+    return _with_gradients(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
 executor.register_implementation(
     ltorch.scaled_dot_product_attention,
     checker=_claims,
     execution_transform=_without_gradients,
-    grad_transform=_with_gradients,
+    grad_transform=_torchs_with_gradients,
 )
 executor.register_implementation(_infer_symbol, _infer_symbol, grad_transform=_with_gradients)
 
@@ -379,7 +388,31 @@ def _lookaside(
     return ltorch.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
-executor._lookasides[torch.nn.functional.scaled_dot_product_attention] = _lookaside
+def _own_lookaside(*arguments: Any, backends: Any = None, **options: Any) -> Any:
+    """The same for Sidestep's own function."""
+    if backends is not None:
+        raise InvalidCallError(_NO_ORDER.format("backends="))
+    return _lookaside(*arguments, **options)
+
+
+def _refuse_block(*_: str) -> Any:
+    raise InvalidCallError(_NO_ORDER.format("use_backends"))
+
+
+_NO_ORDER = (
+    "{} inside a function that thunder.jit traces would be forgotten when the trace runs: open a "
+    "`with sidestep.use_backends(...)` block around the call of the traced function"
+)
+executor._lookasides.update(
+    {
+        torch._C._nn.scaled_dot_product_attention: _lookaside,  # what stands in torch.nn.functional may be Sidestep
+        attention.scaled_dot_product_attention: _own_lookaside,
+        attention.use_backends: _refuse_block,
+    }
+)
+# Thunder does not see names that a module makes when they are asked for.
+for _name in ("scaled_dot_product_attention", "use_backends"):
+    getattr(sys.modules[__package__ or ""], _name)
 
 
 def _autocast_is_on() -> bool:

@@ -42,7 +42,7 @@ from thunder.extend import (
 from thunder.torch import _torch_to_thunder_function_map
 from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
 
-from . import __version__, selection
+from . import __version__, drop_in, selection
 from .backends import registry
 from .backends.base import Direction, Progress, Target, Verdict
 from .decisions import Decision, Failed, Remembered, describe
@@ -485,6 +485,8 @@ class _Served:
 def _symbol_id(symbol: Any) -> Any:
     if isinstance(symbol, str):
         return symbol
+    if symbol in (torch._C._nn.scaled_dot_product_attention, drop_in.scaled_dot_product_attention):
+        return _ATTENTION  # Thunder knows the one that torch.nn.functional had when Thunder was imported
     found: Any = symbol if isinstance(symbol, Symbol) else _torch_to_thunder_function_map.get(symbol)
     if inspect.isfunction(found):  # those that know DTensor choose between two symbols
         found = inspect.getclosurevars(found).nonlocals.get("single_device_symbol")

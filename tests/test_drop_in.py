@@ -281,6 +281,12 @@ def test_tracing_and_exporting() -> None:
     assert any(node.target is torch_sdpa for node in symbolic.graph.nodes)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
+def test_tracing_by_its_own_name_is_refused() -> None:
+    with pytest.raises(sidestep.InvalidCallError, match=r"under torch\.jit\.trace sizes are tensors"):
+        torch.jit.trace(lambda *t: sidestep.scaled_dot_product_attention(*t), tuple(tensors(4)))
+
+
 class Module(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(query, key, value)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import sidestep.thunder_executor as executor_module
 from sidestep.problem import AttentionProblem
 from sidestep.scripts import thunder_peers
+from sidestep.thunder_executor import FallbackExecutor
 
 sdpa: Any = torch.nn.functional.scaled_dot_product_attention
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,6 +180,18 @@ def test_a_module_trains_as_in_torch() -> None:
     assert FORWARD in operators(jitted)
     for name, expected in grads[0].items():
         torch.testing.assert_close(grads[1][name], expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_by_a_transform(masked: bool) -> None:
+    """Thunder's grad() differentiates in another way than a backward of torch's does."""
+    from thunder.core.transforms import grad
+
+    inputs = [*qkv(2, 4, 6, 8), *([torch.randn(6, 6, requires_grad=True)] if masked else [])]
+    grads = grad(jit(lambda *t: sdpa(*t).sin().sum()))(*inputs)
+    wanted = torch.autograd.grad(attention(*inputs).sin().sum(), inputs)
+    for mine, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -526,6 +539,50 @@ def test_under_strict_the_bug_is_raised(small: Small) -> None:
     small.failing["backward"] = AssertionError("a bug")
     with pytest.raises(AssertionError, match="a bug"):
         jit(sdpa)(*qkv(1, 2, 5, 8))
+
+
+# --- behind torch's function, and by its own name ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executors", [["sidestep"], ["torch"], ["fallback"]], ids="".join)
+def test_while_it_is_installed(executors: list[str]) -> None:
+    """What stands in for torch's function is traced as torch's, whoever is in the list."""
+
+    def function(q: Any, k: Any, v: Any, m: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, m)
+
+    with sidestep.installed():
+        symbols = [torch.nn.functional.scaled_dot_product_attention]
+        chosen = (
+            [FallbackExecutor(["torch"], name="behind", symbols=symbols)] if executors == ["fallback"] else executors
+        )
+        jitted = thunder.jit(function, executors=chosen)
+        inputs = [*qkv(2, 4, 6, 6), *tensors((6, 6))]
+        check(jitted, attention, inputs)
+        assert (FORWARD in operators(jitted)) == (executors == ["sidestep"])
+        assert any(name.startswith("fallback_") for name in operators(jitted)) == (executors == ["fallback"])
+    check(jitted, attention, inputs)
+
+
+def test_by_its_own_name() -> None:
+    jitted = jit(lambda q, k, v: sidestep.scaled_dot_product_attention(q, k, v, is_causal=True))
+    check(jitted, lambda q, k, v: attention(q, k, v, is_causal=True), qkv(2, 4, 6, 8))
+    assert operators(jitted) == [FORWARD]
+
+
+def test_an_order_inside_a_trace_is_refused() -> None:
+    """It would be in force while tracing, and forgotten when the trace runs."""
+
+    def block(q: Any, k: Any, v: Any) -> Any:
+        with sidestep.use_backends("torch_math"):
+            return sdpa(q, k, v)
+
+    def argument(q: Any, k: Any, v: Any) -> Any:
+        return sidestep.scaled_dot_product_attention(q, k, v, backends="torch_math")
+
+    for function in (block, argument):
+        with pytest.raises(sidestep.InvalidCallError, match=r"open a `with sidestep\.use_backends"):
+            jit(function)(*qkv(2, 4, 6, 8))
 
 
 # --- importing --------------------------------------------------------------------------------------------------------
