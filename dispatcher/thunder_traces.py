@@ -84,9 +84,9 @@ def changes_in_place(tensor: TensorProxy) -> bool:
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, which a plan was made for; dimensions of stride 0 stay so."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel():
         return tensor.clone()
+    extent = Layout(tensor.shape, tensor.stride()).extent
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 

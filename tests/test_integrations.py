@@ -59,17 +59,11 @@ def installed(*arguments: Any, **flags: Any) -> torch.Tensor:
 
 
 def from_transformers(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **flags: Any
 ) -> torch.Tensor:
+    causal = flags["is_causal"] and attn_mask is None
     output, _ = attention_forward(
-        torch.nn.Module(), query, key, value, attn_mask, dropout_p, scale, is_causal and attn_mask is None
+        torch.nn.Module(), query, key, value, attn_mask, flags["dropout_p"], flags["scale"], causal
     )
     return output.transpose(1, 2)
 
