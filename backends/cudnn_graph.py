@@ -6,6 +6,7 @@ H200 with cuDNN 9.19 where a rule or a choice says so.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -349,7 +350,33 @@ def _result(tensor: Any, uid: int, shape: Sequence[int], stride: Sequence[int], 
 
 # Workspaces up to this size are kept, one for each thread and stream; larger ones are allocated for each call. A
 # forward's is 256 bytes, a small backward's some 100 kB (cuDNN 9.19), and an allocation costs a sixth of a call.
-_KEPT_WORKSPACE = 2**20
+_KEPT_WORKSPACE = 2**18
+# By thread, device and stream; never freed, since no other stream could take one over without waiting. A thread that
+# ends leaves its own to the next of that number.
+_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+@functools.cache
+def _lasting_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index, priority=-1)
+
+
+def _lasting(index: int, allocate: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Allocate what is never freed, for any thread and stream.
+
+    In a thread and on a stream of its own: torch.compile with CUDA graphs lets its thread allocate from a pool, in
+    which nothing may be left behind. Dispatch modes, which may make it something else, are the caller's thread's too.
+    """
+
+    def made() -> torch.Tensor:
+        stream = _lasting_stream(index)
+        with torch.cuda.stream(stream):
+            tensor = allocate()
+        stream.synchronize()
+        return tensor
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
 
 
 class _Lane:
@@ -382,9 +409,13 @@ class _Lane:
         self.workspace = None
         self.index, self.stream = index, stream
 
-    def new_workspace(self) -> torch.Tensor:
-        """The first workspace on this stream."""
-        self.workspace = torch.empty(_KEPT_WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", self.index))
+    def find_workspace(self) -> torch.Tensor:
+        """The workspace of this thread on this stream."""
+        key = threading.get_ident(), self.index, self.stream
+        if key not in _workspaces:
+            new = functools.partial(torch.empty, _KEPT_WORKSPACE, dtype=torch.uint8, device=f"cuda:{self.index}")
+            _workspaces[key] = _lasting(self.index, new)
+        self.workspace = _workspaces[key]
         return self.workspace
 
 
@@ -515,11 +546,8 @@ def _lengths(index: int, batch: int, length: int) -> torch.Tensor:
 
     Never freed: a CUDA graph that captured a plan's kernels outlives the plan, and reads it at every replay.
     """
-    device = torch.device("cuda", index)
-    with torch.utils._python_dispatch._disable_current_modes():  # the caller's may make it something else
-        lengths = torch.full((batch, 1, 1, 1), length, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # any stream may read it from now on
-    return lengths
+    shape, device = (batch, 1, 1, 1), f"cuda:{index}"
+    return _lasting(index, lambda: torch.full(shape, length, dtype=torch.int32, device=device))
 
 
 def _runner(
@@ -559,7 +587,7 @@ def _runner(
             lane.switch(index, stream)
         # What a CUDA graph captures must live as long as the graph, so it gets a workspace from the graph's pool.
         if kept and not is_capturing():
-            workspace = lane.workspace if lane.workspace is not None else lane.new_workspace()
+            workspace = lane.workspace if lane.workspace is not None else lane.find_workspace()
         else:
             workspace = empty(size, dtype=byte, device=device)
         if raw is None:

@@ -38,6 +38,9 @@ _memory = plans.Memory()
 _WORTH_KEEPING_S = 0.01
 # A builder that takes longer than the slowest build seen (4 s, two cold kernels on a slow core) is not waited for.
 _LONGEST_WAIT_S = 30.0
+# Why a backend that builds was passed over.
+_NO_BUILDS = ("nothing may be built now (SIDESTEP_BUILD=never, refuse_builds()); see sidestep warmup --wanted",)
+_CAPTURING = ("a CUDA graph is being captured: nothing can be built",)
 _unusable: dict[str, Failed] = {}  # backends whose library is missing or mismatched: known for this process only
 _lock = threading.RLock()
 
@@ -148,6 +151,8 @@ def select(
     with _lock:
         counters.selections += 1
         selection = _select(problem, order, target, tensors, len(order) == 1 if strict is None else strict)
+        if any(isinstance(one, Rejected) and one.reasons in (_NO_BUILDS, _CAPTURING) for one in selection.decisions):
+            plans.want(problem)
     for tell in list(subscribers):
         tell(problem, selection.decisions)
     return selection
@@ -173,9 +178,8 @@ def _select(
                 decisions.append(known)
                 continue
             if capturing and case.backend.builds:
-                plans.want(problem)
                 settled = False
-                decisions.append(Rejected(name, ("a CUDA graph is being captured: nothing can be built",)))
+                decisions.append(Rejected(name, _CAPTURING))
                 continue
             attempt = _attempt(case, None if capturing else tensors, strict)
             assert attempt is not None
@@ -335,8 +339,7 @@ def _refused(case: _Case) -> _Made | tuple[Decision, Exception | None] | None:
     """The rejection of what would have to be built, where nothing may be."""
     if not case.backend.builds or plans.may_build():
         return None
-    plans.want(case.problem)
-    return Rejected(case.backend.name, (_NO_BUILDS,)), None
+    return Rejected(case.backend.name, _NO_BUILDS), None
 
 
 def _built_once(
@@ -383,9 +386,6 @@ def _guarded(
         if failed.kind == "error" and (strict or settings.get().strict):
             raise
         return outcome(failed, error)
-
-
-_NO_BUILDS = "nothing may be built now (SIDESTEP_BUILD=never, refuse_builds()); see sidestep warmup --wanted"
 
 
 def _load(case: _Case, tensors: _Tensors | None, progress: Progress) -> _Made | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .problem import AttentionProblem, Layout
 
 # Raised when the data or the tolerances change, so that what an older version found right is looked at again.
-VERSION = 2
+VERSION = 3
 
 _BLOCK = 2**22  # logits that are compared at a time: in float64, with all that is computed of them, some 400 MB
 _EMPTY_ROWS, _LEFT_PADDING, _RIGHT_PADDING, _MASK = "empty rows", "left padding", "right padding", "mask near -120"
@@ -239,12 +239,16 @@ def _mask(drawn: torch.Tensor, problem: AttentionProblem, data: str) -> torch.Te
 
 
 def _place(numbers: torch.Tensor, layout: Layout, dtype: str) -> torch.Tensor:
-    """`numbers`, of size 1 in expanded dimensions, in a layout; between them NaN, where the dtype has it."""
+    """`numbers`, of size 1 in expanded dimensions, in a layout; between and around them NaN, where the dtype has it.
+
+    Around them for a tile's rows: a kernel that reads beyond the last key must not let it count.
+    """
     kind = getattr(torch, dtype)
     filling = torch.nan if kind.is_floating_point else 0
-    whole = torch.full((layout.extent,), filling, dtype=kind, device=numbers.device)
-    whole.as_strided(numbers.shape, layout.stride).copy_(numbers)
-    return whole.as_strided(layout.shape, layout.stride)
+    around = max(1024, min(128 * layout.stride[2], 2**20)) // 128 * 128  # in elements; the alignment stays
+    whole = torch.full((layout.extent + 2 * around,), filling, dtype=kind, device=numbers.device)
+    whole.as_strided(numbers.shape, layout.stride, around).copy_(numbers)
+    return whole.as_strided(layout.shape, layout.stride, around)
 
 
 def poison(problem: AttentionProblem, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """What attention costs under `thunder.jit` with Sidestep, and with Thunder's own executors. Meant for an NVIDIA GPU.
 
-    python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu] [--frontend DIR]
+    python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu] [--thunder-site DIR]
 
 Per call: the CPU time to issue a tiny call, and its time with an LLM shape, without and with gradients. Then a training
 step of a small Llama. Contestants take turns round by round; medians are reported. One of Thunder's executors that
@@ -61,6 +61,7 @@ def microseconds(
         for _ in range(max(calls // 4, 3)):
             function()
     gc.collect()
+    gc.freeze()  # what Thunder and torch have loaded is not looked through again at every round
     gc.disable()  # as timeit does: a collection belongs to no contestant
     try:
         for _ in range(rounds):
@@ -75,6 +76,7 @@ def microseconds(
             gc.collect()
     finally:
         gc.enable()
+        gc.unfreeze()
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
@@ -187,7 +189,7 @@ def training_step(device: str) -> Callable[[list[Any]], Function]:
     """Forward, backward and an optimizer's step of a small Llama."""
     import thunder
 
-    sizes = (32000, 1024, 8, 8, 2048) if device == "cuda" else (128, 64, 2, 2, 32)
+    sizes = (32000, 1024, 8, 2, 2048) if device == "cuda" else (128, 64, 2, 2, 32)
     batch, length = (4, 2048) if device == "cuda" else (2, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokens, targets = torch.randint(sizes[0], (2, batch, length), device=device)
@@ -213,7 +215,7 @@ def measure(device: str, failed: dict[str, str], own: bool = False) -> dict[str,
     gpu = device == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     tiny, large = (1, 2, 64, 64), (4, 32, 4096, 128) if gpu else (1, 2, 128, 64)
-    rounds = 41 if gpu else 7
+    many, few = (41, 15) if gpu else (7, 7)  # rounds: of tiny calls, and of those that keep a GPU busy
     sizes = "x".join(map(str, large))
     benches: list[tuple[str, Callable[[list[Any]], Function], int, bool]] = [
         (TINY[0], call(tiny, dtype, device, False), 100, False),
@@ -223,17 +225,16 @@ def measure(device: str, failed: dict[str, str], own: bool = False) -> dict[str,
         (STEP, training_step(device), 3, True),
     ]
     return {
-        name: microseconds(working(make, device, failed, own), device, rounds, calls, busy)
+        name: microseconds(working(make, device, failed, own), device, few if busy else many, calls, busy)
         for name, make, calls, busy in benches
     }
 
 
-def elsewhere(device: str, frontend: Path) -> dict[str, dict[str, float]]:
+def elsewhere(device: str, site: Path) -> dict[str, dict[str, float]]:
     """What `measure` finds of Thunder's executors in a process with another frontend."""
-    paths = [str(frontend.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--device", device, "--own"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **report.thunder_environ(site)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -247,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=report.PLACE)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--frontend", type=Path, metavar="DIR", help="a folder with the frontend for Thunder's own")
+    report.add_thunder_site(parser)
     parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device: str = options.device
@@ -257,7 +258,7 @@ def main() -> int:
     if options.own:
         print(json.dumps(measure(device, {}, own=True)))
         return 0
-    other = elsewhere(device, options.frontend) if options.frontend else {}
+    other = elsewhere(device, options.thunder_site) if options.thunder_site else {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         sidestep.configure(cache_dir=folder)

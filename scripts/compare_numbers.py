@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sidestep.scripts import sweep_numbers
+from sidestep.scripts import report, sweep_numbers
 from sidestep.scripts.sweep_numbers import Config, Lane
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -360,10 +360,7 @@ def lanes(options: argparse.Namespace, configs: Sequence[Config]) -> list[Lane]:
     """The problems of each contestant, and how its children are started."""
     found = []
     for name in options.contestants:
-        environ = {}
-        if name == "thunder_cudnn" and options.thunder_site is not None:
-            path = [str(options.thunder_site.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environ = {"PYTHONPATH": os.pathsep.join(path)}
+        environ = report.thunder_environ(options.thunder_site if name == "thunder_cudnn" else None)
         made = [{"contestant": name, **one} for one in configs]
         found.append(Lane(made, [str(Path(__file__).resolve()), "--child", name], environ))
     return found
@@ -429,7 +426,7 @@ def main() -> int:
     parser.add_argument("--children", type=int, default=2, help="processes of each contestant")
     parser.add_argument("--limit", type=int, help="only the first so many problems")
     parser.add_argument("--most", type=int, default=10, help="problems named for each finding")
-    parser.add_argument("--thunder-site", type=Path, metavar="FOLDER", help="see above")
+    report.add_thunder_site(parser)
     parser.add_argument("--summary", action="store_true", help="only print the summary of the output")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -444,8 +441,6 @@ def main() -> int:
             parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
     if "public" in options.sets and not TESTS.joinpath("cases").is_dir():
         parser.error(f"the public cases are read from {TESTS}: run this in the repository, or leave out the set public")
-    if options.thunder_site is not None and not options.thunder_site.joinpath("cudnn").is_dir():
-        parser.error(f"--thunder-site {options.thunder_site}: there is no cudnn in it; --help says how to fill it")
     if not options.summary:
         configs = problems(options.sets, options.device)[: options.limit]
         sweep_numbers.sweep(lanes(options, configs), options.output, options.children, options.seconds)

