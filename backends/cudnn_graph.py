@@ -376,7 +376,11 @@ def _lasting(index: int, allocate: Callable[[], torch.Tensor]) -> torch.Tensor:
         return tensor
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
+        try:
+            allocation = thread.submit(made)
+        except RuntimeError:  # the interpreter is ending, and no thread can be started
+            return made()
+        return allocation.result()
 
 
 class _Lane:
