@@ -14,6 +14,7 @@ import inspect
 import logging
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -351,29 +352,27 @@ def _result(tensor: Any, uid: int, shape: Sequence[int], stride: Sequence[int], 
 # Workspaces up to this size are kept, one for each thread and stream; larger ones are allocated for each call. A
 # forward's is 256 bytes, a small backward's some 100 kB (cuDNN 9.19), and an allocation costs a sixth of a call.
 _KEPT_WORKSPACE = 2**18
-# By thread, device and stream; never freed, since no other stream could take one over without waiting. A thread that
-# ends leaves its own to the next of that number.
-_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
-
-
-@functools.cache
-def _lasting_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index, priority=-1)
+# Of threads that have ended, by device and stream. Work on one stream is done in order, so another thread's calls there
+# may have them; those on another stream would not wait, so they are never freed.
+_spare_workspaces: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def _lasting(index: int, allocate: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Allocate what is never freed, for any thread and stream.
 
-    In a thread and on a stream of its own: torch.compile with CUDA graphs lets its thread allocate from a pool, in
-    which nothing may be left behind. Dispatch modes, which may make it something else, are the caller's thread's too.
+    In a thread of its own: torch.compile with CUDA graphs lets its thread allocate from a pool, in which nothing may be
+    left behind. Dispatch modes, which may make it something else, are the caller's thread's too.
     """
 
     def made() -> torch.Tensor:
-        stream = _lasting_stream(index)
-        with torch.cuda.stream(stream):
-            tensor = allocate()
-        stream.synchronize()
-        return tensor
+        # The new thread's device is the first; a context there costs memory that no other rank may take.
+        with torch.cuda.device(index):
+            # Not the caller's stream: what is freed there is given out at once.
+            stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                tensor = allocate()
+            stream.synchronize()
+            return tensor
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
@@ -383,16 +382,27 @@ def _lasting(index: int, allocate: Callable[[], torch.Tensor]) -> torch.Tensor:
         return allocation.result()
 
 
+def _spare(workspaces: dict[tuple[int, int], torch.Tensor]) -> None:
+    """Take over an ended thread's workspaces."""
+    for place, workspace in workspaces.items():
+        _spare_workspaces.setdefault(place, []).append(workspace)
+
+
 class _Lane:
     """What a thread runs graphs with: the cuDNN handle of its device, on its current stream, and a workspace.
 
     Work on one stream is done in order, so one workspace serves all plans of a lane.
     """
 
-    __slots__ = ("_handles", "address", "backend_handle", "handle", "index", "pointers", "stream", "workspace")
+    __slots__ = (
+        "__weakref__", "_handles", "_workspaces", "address", "backend_handle", "handle", "index", "pointers", "stream",
+        "workspace",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._handles: dict[int, Any] = {}
+        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+        weakref.finalize(self, _spare, self._workspaces).atexit = False
         self.index = self.stream = -1
         self.handle: Any = None
         self.backend_handle: Any = None  # the number in the handle, which frontends with a raw entry point have
@@ -415,12 +425,17 @@ class _Lane:
 
     def find_workspace(self) -> torch.Tensor:
         """The workspace of this thread on this stream."""
-        key = threading.get_ident(), self.index, self.stream
-        if key not in _workspaces:
-            new = functools.partial(torch.empty, _KEPT_WORKSPACE, dtype=torch.uint8, device=f"cuda:{self.index}")
-            _workspaces[key] = _lasting(self.index, new)
-        self.workspace = _workspaces[key]
-        return self.workspace
+        place = self.index, self.stream
+        workspace = self._workspaces.get(place)
+        if workspace is None:
+            try:
+                workspace = _spare_workspaces.get(place, []).pop()
+            except IndexError:
+                new = functools.partial(torch.empty, _KEPT_WORKSPACE, dtype=torch.uint8, device=f"cuda:{self.index}")
+                workspace = _lasting(self.index, new)
+            self._workspaces[place] = workspace
+        self.workspace = workspace
+        return workspace
 
 
 class _Lanes(threading.local):

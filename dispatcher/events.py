@@ -31,7 +31,7 @@ class Counters:
     builds: int = 0  # graphs whose construction was begun: a forward and a backward are two
     loads: int = 0  # plans taken from the store in place of being built
     load_failures: int = 0  # stored plans that could not be used, and were dropped
-    refused_builds: int = 0  # problems for which nothing could be built when asked
+    refused_builds: int = 0  # selections in which a backend was passed over, for nothing could be built
     build_failures: int = 0  # refusals and errors met while building or on the first run
     skipped_known_bad: int = 0  # backends passed over because a valid record says that they fail
     fallbacks: int = 0  # selections answered by another backend than the first of the order

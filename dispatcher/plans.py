@@ -117,7 +117,7 @@ _refusing: ContextVar[bool] = ContextVar("sidestep_refuse_builds", default=False
 def refuse_builds() -> Iterator[None]:
     """In the block nothing is built: what is not in memory or in the cache goes to a backend that needs no build.
 
-    Each such problem is counted (`stats()["refused_builds"]`) and put on the list of `sidestep warmup --wanted`.
+    Each time is counted (`stats()["refused_builds"]`), and the problem put on the list of `sidestep warmup --wanted`.
     SIDESTEP_BUILD=never says the same for a process. During a CUDA graph capture it is so by itself.
     """
     token = _refusing.set(True)

@@ -150,18 +150,27 @@ def select(
     """
     with _lock:
         counters.selections += 1
-        selection = _select(problem, order, target, tensors, len(order) == 1 if strict is None else strict)
-        if any(isinstance(one, Rejected) and one.reasons in (_NO_BUILDS, _CAPTURING) for one in selection.decisions):
-            plans.want(problem)
+        decisions: list[Decision] = []
+        try:
+            strict = len(order) == 1 if strict is None else strict
+            selection = _select(problem, order, target, tensors, strict, decisions)
+        finally:
+            if any(isinstance(one, Rejected) and one.reasons in (_NO_BUILDS, _CAPTURING) for one in decisions):
+                plans.want(problem)
     for tell in list(subscribers):
         tell(problem, selection.decisions)
     return selection
 
 
 def _select(
-    problem: AttentionProblem, order: tuple[str, ...], target: Target, tensors: _Tensors | None, strict: bool
+    problem: AttentionProblem,
+    order: tuple[str, ...],
+    target: Target,
+    tensors: _Tensors | None,
+    strict: bool,
+    decisions: list[Decision],
 ) -> Selection:
-    decisions: list[Decision] = []
+    """`select`, adding to `decisions` as they are taken."""
     settled = True
     cause: Exception | None = None
     error: Exception | None = None

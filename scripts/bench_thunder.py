@@ -150,7 +150,7 @@ def working(
             function = make(executors)
             function()
         except (RuntimeError, ValueError, AttributeError, TypeError, KeyError) as error:
-            if name == "sidestep":
+            if name in ("sidestep", "idle"):
                 raise
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         else:
@@ -293,23 +293,24 @@ def judged(name: str, times: dict[str, float], there: dict[str, float], device: 
     """A benchmark's times, here and in the other process, with Sidestep's ratios to them and its targets."""
     both = [times[one] / there[one] for one in times.keys() & there.keys()]
     factor = statistics.geometric_mean(both) if both else 1.0
-    everyone = {**{one: time * factor for one, time in there.items()}, **times}
-    base = everyone["idle"] if name in TINY else 0.0
-    others = [one for one in everyone if one not in ("sidestep", "idle")]
 
-    def over(base: float) -> dict[str, float]:
-        return {one: round((times["sidestep"] - base) / (everyone[one] - base), 3) for one in others}
+    def ratios(what: Callable[[dict[str, float], str], float]) -> dict[str, float | None]:
+        """Sidestep's over the others'; None where those are nothing."""
+        mine = what(times, "sidestep")
+        theirs = {one: what(there, one) * factor for one in there} | {one: what(times, one) for one in times}
+        return {
+            one: round(mine / value, 3) if value > 0 else None
+            for one, value in theirs.items()
+            if one not in ("sidestep", "idle")
+        }
 
-    limits, ratios = LIMITS.get(name, {}) if device == "cuda" else {}, over(base)
-    return {
-        "microseconds": times,
-        "other_frontend": there,
-        "this_process_over_the_other": round(factor, 3),
-        "ratio": over(0.0),
-        **({"overhead_ratio": ratios} if base else {}),
-        "at_most": limits,
-        "missed": [one for one, ratio in ratios.items() if ratio > limits.get(one, ratio)],
-    }
+    found = {"microseconds": times, "other_frontend": there, "this_process_over_the_other": round(factor, 3)}
+    found["ratio"] = decisive = ratios(lambda taken, one: taken[one])
+    if name in TINY:  # each process has an idle executor of its own
+        found["overhead_ratio"] = decisive = ratios(lambda taken, one: taken[one] - taken["idle"])
+    limits = LIMITS.get(name, {}) if device == "cuda" else {}
+    missed = [one for one, limit in limits.items() if (ratio := decisive.get(one)) is None or ratio > limit]
+    return {**found, "at_most": limits, "missed": missed}
 
 
 def main() -> int:

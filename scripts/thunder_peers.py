@@ -302,41 +302,56 @@ def is_worse(own: Sequence[Error], ours: Sequence[Error]) -> bool:
     return any(a is None or b is None or not b.off <= max(b.allowed, WORSE * a.off, b.rounding) for a, b in pairs)
 
 
-def run_samples(device: str, first: bool) -> tuple[Outcomes, dict[str, list[Error]]]:
-    """The outcome and the errors of each sample; one that draws random numbers has none."""
+def run_samples(device: str, first: bool, skip: int) -> None:
+    """Print a line of JSON for each sample but the first `skip`: its name, and when it ran its outcome and errors.
+
+    One that draws random numbers has no errors.
+    """
     import thunder
 
     import sidestep.thunder_executor  # noqa: F401 - registers the name
 
     executors = [*(["sidestep"] if first else []), *thunder.get_default_executors()]
     function: Any = torch.nn.functional.scaled_dot_product_attention
+    every = (one for dtype in TOLERANCE for grad in (False, True) for one in samples(device, dtype, grad))
+    for name, sample in itertools.islice(every, skip, None):
+        print(json.dumps({"name": name}), flush=True)
+        errors: list[Error] = []
+        dropout = sample.kwargs.get("dropout_p", sample.args[4] if len(sample.args) > 4 else 0.0)
+        if dropout:
+            outcome = "skipped"
+        else:
+            try:
+                jitted = thunder.jit(lambda *a, **k: function(*a, **k), executors=executors)
+                errors = errors_of(jitted, sample)
+                outcome = verdict(errors)
+            except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+                outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        told = {"name": name, "outcome": outcome, "errors": [dataclasses.asdict(error) for error in errors]}
+        print(json.dumps(told), flush=True)
+
+
+def collect_samples(device: str, site: Path | None, first: bool) -> tuple[Outcomes, dict[str, list[Error]]]:
+    """Outcome and errors of each sample, run in a process of its own; in another one after one that ends it."""
     outcomes: Outcomes = {}
     errors: dict[str, list[Error]] = {}
-    for dtype in TOLERANCE:
-        for grad in (False, True):
-            for name, sample in samples(device, dtype, grad):
-                dropout = sample.kwargs.get("dropout_p", sample.args[4] if len(sample.args) > 4 else 0.0)
-                if dropout:
-                    outcomes[name] = "skipped"
-                    continue
-                try:
-                    jitted = thunder.jit(lambda *a, **k: function(*a, **k), executors=executors)
-                    errors[name] = errors_of(jitted, sample)
-                    outcomes[name] = verdict(errors[name])
-                except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
-                    outcomes[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return outcomes, errors
-
-
-def samples_elsewhere(device: str, site: Path | None, first: bool) -> tuple[Outcomes, dict[str, list[Error]]]:
-    """`run_samples` in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--device", device]
+    command += ["--child", "sidestep" if first else "thunder", "--skip"]
     with tempfile.TemporaryDirectory() as place:
         env = {**os.environ, **report.thunder_environ(None if first else site), "SIDESTEP_CACHE_DIR": place}
-        command += ["--child", "sidestep" if first else "thunder"]
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    outcomes, errors = json.loads(done.stdout.splitlines()[-1])
-    return outcomes, {name: [Error(**one) for one in every] for name, every in errors.items()}
+        while True:
+            done = subprocess.run([*command, str(len(outcomes))], env=env, stdout=subprocess.PIPE, text=True)
+            name = None
+            for told in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+                name = told["name"]
+                if "outcome" in told:
+                    outcomes[name] = told["outcome"]
+                    errors[name] = [Error(**one) for one in told["errors"]]
+            if not done.returncode:
+                return outcomes, errors
+            if name is None or name in outcomes:
+                raise SystemExit(f"the samples' process ended with status {done.returncode}, at no sample")
+            outcomes[name] = f"the process died: status {done.returncode}"
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -369,6 +384,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("tests", "samples"))
     parser.add_argument("--output", type=Path, help="JSON, in which every case that is not alike is listed")
     parser.add_argument("--child", choices=("thunder", "sidestep"), help=argparse.SUPPRESS)
+    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
     report.add_thunder_site(parser)
     options = parser.parse_args()
     if missing := [name for name in ("thunder", *NEEDED) if importlib.util.find_spec(name) is None]:
@@ -376,7 +392,7 @@ def main() -> int:
         print(f"thunder_peers needs {', '.join(missing)}: pip install {names}", file=sys.stderr)
         return 1
     if options.child:
-        print(json.dumps(run_samples(options.device, options.child == "sidestep"), default=dataclasses.asdict))
+        run_samples(options.device, options.child == "sidestep", options.skip)
         return 0
     results: dict[str, Any] = {}
     asked = (options.device, options.thunder_site)
@@ -385,7 +401,7 @@ def main() -> int:
             results["tests"] = compare(*pool.map(functools.partial(run_tests, *asked), (False, True)))
             results["tests"]["worse"] = list(results["tests"]["lost"])
         if options.only in (None, "samples"):
-            both = pool.map(functools.partial(samples_elsewhere, *asked), (False, True))
+            both = pool.map(functools.partial(collect_samples, *asked), (False, True))
             (own, own_errors), (ours, our_errors) = both
     if options.only in (None, "samples"):
         results["samples"] = found = compare(own, ours)

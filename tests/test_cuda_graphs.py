@@ -150,9 +150,11 @@ def test_threads_and_streams() -> None:
 def test_a_compiled_function_in_cuda_graphs(length: int, is_causal: bool) -> None:
     """Whose first calls run in the graphs' memory pool, where nothing of ours may stay."""
     torch._dynamo.reset()
-    function: Any = torch.compile(
-        lambda q, k, v: sdpa(q * 1, k, v, is_causal=is_causal), fullgraph=True, mode="reduce-overhead"
-    )
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return sdpa(query * 1, key, value, is_causal=is_causal)
+
+    function: Any = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         inputs = tensors(length, grad=True)
         torch.compiler.cudagraph_mark_step_begin()

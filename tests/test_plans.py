@@ -277,6 +277,19 @@ def test_refused_builds_go_to_a_backend_that_builds_nothing(
         assert small.asked.count("build") == 1
 
 
+def test_what_was_refused_is_wanted_also_where_the_call_raises(small: Keeping, counters: Counters) -> None:
+    """Nothing is lost with a selection that ends in an exception."""
+    buggy = Small("buggy")
+    buggy.builds, buggy.failing = False, {"forward": ValueError("a bug")}
+    with registered(buggy), sidestep.refuse_builds():
+        sidestep.configure(strict=True)
+        for times in (1, 2):
+            with pytest.raises(ValueError, match="a bug"):
+                sdpa(*tensors(), backends=["small", "buggy", "torch_math"])
+            assert counters.refused_builds == times
+    assert len(list(stores.get("plans").keys("wanted/"))) == 1
+
+
 def test_what_was_wanted_is_warmed_up(small: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
     """`sidestep warmup --wanted` asks about it in a process that builds, and takes it off the list."""
     monkeypatch.setenv("SIDESTEP_BUILD", "never")

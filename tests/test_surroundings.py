@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import sidestep
 from sidestep import failures, selection, semantics, settings
-from sidestep.backends import registry
+from sidestep.backends import cudnn_graph, registry
 
 sdpa: Any = sidestep.scaled_dot_product_attention
 torch_sdpa: Any = torch.nn.functional.scaled_dot_product_attention
@@ -439,3 +439,32 @@ def test_autocast_may_change_its_dtype_between_calls() -> None:
         for _ in range(3):
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
                 assert sdpa(query, key, value).dtype is (dtype or torch.float32)
+
+
+def test_an_ended_threads_workspaces_go_to_the_next_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never freed, and threads that come and go take no more of them."""
+    made: list[torch.Tensor] = []
+
+    def lasting(index: int, allocate: Any) -> torch.Tensor:
+        made.append(torch.zeros(8))
+        return made[-1]
+
+    monkeypatch.setattr(cudnn_graph, "_lasting", lasting)
+    monkeypatch.setattr(cudnn_graph, "_spare_workspaces", {})
+    found: list[Any] = []
+
+    def work(stream: int, times: int = 2) -> None:
+        lane = cudnn_graph._lanes.own
+        lane.index = 0
+        for _ in range(times):
+            lane.stream = stream
+            found.append(lane.find_workspace())
+
+    for stream in (7, 7, 9, 7):
+        thread = threading.Thread(target=work, args=(stream,))
+        thread.start()
+        thread.join()
+        gc.collect()
+    assert len(made) == 2
+    expected = [made[0]] * 4 + [made[1]] * 2 + [made[0]] * 2
+    assert all(one is other for one, other in zip(found, expected, strict=True))

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestep.thunder_executor as executor_module
 from sidestep.problem import AttentionProblem
-from sidestep.scripts import thunder_peers
+from sidestep.scripts import bench_thunder, thunder_peers
 from sidestep.thunder_executor import FallbackExecutor
 
 sdpa: Any = torch.nn.functional.scaled_dot_product_attention
@@ -632,6 +632,38 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     run["model"](run["x"], run["mask"]).square().mean().backward()  # torch alone
     for name, parameter in run["model"].named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_thunders_times_are_compared_by_what_both_processes_run() -> None:
+    """A process that is twice as slow changes nothing, and an opponent that costs nothing is no reason for praise."""
+
+    def judged(here: dict[str, float], there: dict[str, float], device: str = "cuda") -> dict[str, Any]:
+        return bench_thunder.judged(bench_thunder.TINY[0], here, there, device)
+
+    here = {"sidestep": 100.0, "thunder_sdpa": 110.0, "idle": 80.0}
+    there = {"thunder_sdpa": 55.0, "thunder_cudnn": 140.0, "idle": 40.0}
+    found = judged(here, there)
+    assert found["this_process_over_the_other"] == 2
+    assert found["ratio"] == {"thunder_sdpa": 0.909, "thunder_cudnn": 0.357}
+    assert found["overhead_ratio"] == {"thunder_sdpa": 0.667, "thunder_cudnn": 0.1}
+    assert found["missed"] == []
+    assert judged({**here, "sidestep": 131.0}, there)["missed"] == ["thunder_cudnn", "thunder_sdpa"]
+    assert judged({**here, "thunder_sdpa": 80.0}, there)["missed"] == ["thunder_sdpa"]
+    assert judged(here, {})["missed"] == ["thunder_cudnn"], "not measured is not reached"
+    assert judged(here, {}, "cpu")["missed"] == []
+    step = bench_thunder.judged(bench_thunder.STEP, here, there, "cuda")
+    assert (step["ratio"], step["missed"]) == ({"thunder_sdpa": 0.909, "thunder_cudnn": 0.357}, [])
+    assert "overhead_ratio" not in step
+
+
+def test_without_thunders_autograd_nothing_is_recorded_for_a_backward() -> None:
+    """A computation runs under no_grad, which Sidestep's operator relies on."""
+    inputs = qkv(1, 2, 5, 8)
+    assert all(tensor.requires_grad for tensor in inputs)
+    jitted = thunder.jit(lambda q, k, v: sdpa(q, k, v), executors=["sidestep"], disable_torch_autograd=True)
+    output = jitted(*inputs)
+    assert "sidestep_attention(" in str(thunder.last_traces(jitted)[-1])
+    assert not output.requires_grad
 
 
 # --- Thunder's own tests with Sidestep first --------------------------------------------------------------------------

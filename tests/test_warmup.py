@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,16 @@ problems:
 HUNG_AFTER = 4.0  # seconds, in which a busy machine still answers a small question
 ARGUMENTS = ["--batch", 1, "--heads", 1, "--query-length", 4, "--head-size", 8]
 CPU = "problems: [{batch: 1, heads: 2, query_length: 8, head_size: 16, device: cpu}]"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def signals_as_a_terminal_has_them() -> Iterator[None]:
+    """What nohup, or a shell's `&`, ignores, all children would ignore."""
+    usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @dataclass
