@@ -53,7 +53,7 @@ from .semantics import ALIGNMENT, Call, constant_output, validate
 from .thunder_fallback import FallbackExecutor
 from .thunder_traces import (
     attention_problem,
-    changes_in_place,
+    changed_in_place,
     copy,
     info_of,
     keep_from_recomputation,
@@ -331,11 +331,9 @@ def _with_gradients(
     if isinstance(dropout_p, NumberProxy) or dropout_p > 0:
         keep_from_recomputation(executor.latest.bsym)
     mask_grad = attn_mask is not None and dtypes.is_float_dtype(attn_mask.dtype) and needs_gradient(attn_mask)
-    flags = {"scale": scale, "enable_gqa": enable_gqa, "mask_grad": mask_grad}
     # The output that the program knows, by its name.
-    known = (query, key, value, attn_mask, executor.latest.bsym.output)
-    if copied := tuple(place for place, one in enumerate(known) if one is not None and changes_in_place(one)):
-        flags["copied"] = copied
+    copied = changed_in_place((query, key, value, attn_mask, executor.latest.bsym.output))
+    flags = {"scale": scale, "enable_gqa": enable_gqa, "mask_grad": mask_grad, "copied": copied}
     output, *rest = _forward_symbol(query, key, value, attn_mask, dropout_p, is_causal, **flags)
     residuals, served_by, copies = rest[:RESIDUALS], rest[RESIDUALS], rest[RESIDUALS + 1 :]
     saved = [query, key, value, attn_mask, output]

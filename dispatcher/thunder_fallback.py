@@ -49,7 +49,7 @@ from .decisions import Decision, Failed, Remembered, describe
 from .errors import NoBackendError
 from .problem import AttentionProblem
 from .symbol_problem import SymbolProblem
-from .thunder_traces import attention_problem, changes_in_place, info_of, keep_from_recomputation
+from .thunder_traces import attention_problem, changed_in_place, info_of, keep_from_recomputation
 from .thunder_traces import copy as copy_of
 
 _ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
@@ -344,9 +344,7 @@ class _Call:
         self.training = True
         device = self.outputs[0].device
         known = [*self.inputs, *self.outputs]
-        self.copied = [
-            place for place, one in enumerate(known) if isinstance(one, TensorProxy) and changes_in_place(one)
-        ]
+        self.copied = changed_in_place(known)
 
         def meta(*_: Any) -> Any:
             # Children differ in what they save, and which one serves is not known yet: this is nominal.

@@ -69,17 +69,19 @@ def keep_from_recomputation(bsym: Any) -> None:
         output.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
 
-def changes_in_place(tensor: TensorProxy) -> bool:
-    """Whether the program that is being differentiated writes to the tensor's memory; what it saves must be a copy.
+def changed_in_place(known: Sequence[Any]) -> tuple[int, ...]:
+    """The places, among `known`, of tensors to whose memory the program that is being differentiated writes.
 
-    The copy has to be an output of the operator that computes the forward: what only a backward reads, Thunder computes
-    there, after the write. Nor would torch notice, since what Thunder saves it saves after the forward.
+    What is saved of them must be a copy, which has to be an output of the operator that computes the forward: what only
+    a backward reads, Thunder computes there, after the write. Nor would torch notice, since what Thunder saves it saves
+    after the forward.
     """
     _, stats = _compile_data.get()
     if stats is None or not stats.last_traces:
-        return False
+        return ()
     aliased = [one for one in stats.last_traces[-1].bound_symbols if one.sym.id == PrimIDs.UPDATE_ALIASES]
-    return any(proxy.name == tensor.name for one in aliased for proxy in one.flat_proxy_args)
+    changed = {proxy.name for one in aliased for proxy in one.flat_proxy_args}
+    return tuple(place for place, one in enumerate(known) if isinstance(one, TensorProxy) and one.name in changed)
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:

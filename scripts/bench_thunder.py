@@ -66,7 +66,6 @@ def microseconds(
         for _ in range(max(calls // 4, 3)):
             function()
     gc.collect()
-    gc.freeze()  # what Thunder and torch have loaded is not looked through again at every round
     gc.disable()  # as timeit does: a collection belongs to no contestant
     try:
         for _ in range(rounds):
@@ -81,7 +80,6 @@ def microseconds(
             gc.collect()
     finally:
         gc.enable()
-        gc.unfreeze()
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 

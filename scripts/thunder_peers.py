@@ -403,13 +403,12 @@ def main() -> int:
         if options.only in (None, "samples"):
             both = pool.map(functools.partial(collect_samples, *asked), (False, True))
             (own, own_errors), (ours, our_errors) = both
-    if options.only in (None, "samples"):
-        results["samples"] = found = compare(own, ours)
-        found["worse"] = [n for n in found["lost"] if is_worse(own_errors[n], our_errors.get(n, []))]
-        found["errors"] = {
-            name: [[dataclasses.asdict(error) for error in errors.get(name, [])] for errors in (own_errors, our_errors)]
-            for name in (*found["lost"], *found["neither"])
-        }
+            results["samples"] = found = compare(own, ours)
+            found["worse"] = [n for n in found["lost"] if is_worse(own_errors[n], our_errors.get(n, []))]
+            found["errors"] = {
+                name: [[dataclasses.asdict(one) for one in errors.get(name, [])] for errors in (own_errors, our_errors)]
+                for name in (*found["lost"], *found["neither"])
+            }
     print(f"{'':10}{'executors':12}{'passed':>8}{'failed':>8}{'xfailed':>9}{'skipped':>9}")
     for part, result in results.items():
         for name in ("thunder", "sidestep"):
