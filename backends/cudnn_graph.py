@@ -416,7 +416,7 @@ class _Lane:
 
         if index not in self._handles:
             with torch.cuda.device(index):
-                self._handles[index] = cudnn.create_handle()
+                self._handles[index] = _new_handle(index)
         self.handle = self._handles[index]
         self.backend_handle = getattr(self.handle, "backend_handle", None)
         cudnn.set_stream(handle=self.handle, stream=stream)
@@ -446,6 +446,18 @@ class _Lanes(threading.local):
 
 
 _lanes = _Lanes()
+
+
+def _new_handle(index: int) -> Any:
+    """A cuDNN handle for the current device.
+
+    The frontend's own function asks CUDA's Python bindings which that is, and importing them costs 19 ms (H200).
+    """
+    import cudnn
+
+    if cudnn.__version__.startswith(_RAW_FRONTENDS):
+        return cudnn.Handle(cudnn._pybind_module.create_handle(), index, 0)
+    return cudnn.create_handle()
 
 
 def _handle(index: int) -> Any:
@@ -586,7 +598,8 @@ def _runner(
         index: of the device.
     """
     uids = (*inputs, *results, *constants)
-    raw, execute = _raw_entry_point(graph, uids), _entry_point(graph, uids)
+    raw = _raw_entry_point(graph, uids)
+    execute = None if raw is not None else _entry_point(graph, uids)
     count, allocations = len(uids), tuple(results.values())
     fixed = tuple(constants.values())
     fixed_pointers = tuple(tensor.data_ptr() for tensor in fixed)
@@ -609,7 +622,7 @@ def _runner(
             workspace = lane.workspace if lane.workspace is not None else lane.find_workspace()
         else:
             workspace = empty(size, dtype=byte, device=device)
-        if raw is None:
+        if execute is not None:
             execute(lane.handle, workspace, (*given, *computed, *fixed))
         else:
             pack(lane.pointers, 0, *map(data_ptr, given), *map(data_ptr, computed), *fixed_pointers)
@@ -628,8 +641,9 @@ def _runner(
     return run
 
 
-# Frontends whose `_execute_with_raw_ptrs` was read, and seen right on an H200: device pointers in ascending order of
-# uid, copied before it returns. `execute` checks the buffers first, in Python, and costs 4 us more of 16.
+# Frontends whose private parts were read, and seen right on an H200. `_execute_with_raw_ptrs` takes device pointers in
+# ascending order of uid, copied before it returns; `execute` checks the buffers first, in Python, and costs 4 us more
+# of 16. A handle is made of cuDNN's own, the device's index and its stream, which is 0 at first.
 _RAW_FRONTENDS = ("1.32.",)
 
 

@@ -6,7 +6,10 @@
 start     20 configurations, forward and backward, in a fresh process each time: with an empty cache, with the cache
           that the first left behind, and through torch under sdpa_kernel(CUDNN_ATTENTION). Timed from the first call
           to the last result on the GPU; imports and the CUDA context come before, for all alike (what Sidestep imports
-          at its first call, the frontend and the store's library, is told beside it as `imports`).
+          at its first call, the frontend and the store's library, is told beside it as `imports`). Once as in a new
+          container, with an empty folder for the driver's own cache of compiled kernels (CUDA_CACHE_PATH) for each
+          process: there the targets apply. Then with a folder that such processes have filled before, as on a machine
+          that is used again.
 together  8 processes at once on an empty cache, each over the 20 configurations, against one alone.
 bundle    Plans of random problems that were built without a GPU, as the commands below made them; imported into an
           empty cache here, every plan is loaded, run, and compared with the one that is built here.
@@ -134,12 +137,14 @@ def tell(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def run_children(what: str, caches: list[Path]) -> list[dict[str, Any]]:
+def run_children(what: str, caches: list[Path], driver_cache: Path | None = None) -> list[dict[str, Any]]:
     """Start a child for each cache folder, let them begin together, and return what they tell."""
     children = []
     for cache in caches:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", what]
         env = {**os.environ, "SIDESTEP_CACHE_DIR": str(cache), "SIDESTEP_BACKENDS": "cudnn"}
+        if driver_cache is not None:
+            env["CUDA_CACHE_PATH"] = str(driver_cache)
         children.append(
             subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         )
@@ -169,13 +174,22 @@ def folders() -> Iterator[Path]:
 
 
 def start(new: Iterator[Path]) -> dict[str, Any]:
-    """Cold, warm and torch in turn."""
+    """Cold, warm and torch in turn, as on a new machine and as on one that is used again."""
+    used = next(new)
+    for what in ("torch", "sidestep"):
+        run_children(what, [next(new)], used)
+    found = {"new_machine": _start(new, None), "used_machine": _start(new, used)}
+    return {**found, "reached": found["new_machine"]["reached"]}
+
+
+def _start(new: Iterator[Path], driver_cache: Path | None) -> dict[str, Any]:
+    """Cold, warm and torch in turn, with one folder for the driver's cache, or a new one for each process."""
     seconds: dict[str, list[float]] = {"torch": [], "cold": [], "warm": []}
     told: dict[str, Any] = {}
     for _ in range(ROUNDS):
         cache = next(new)
         for name in seconds:
-            (told[name],) = run_children("torch" if name == "torch" else "sidestep", [cache])
+            (told[name],) = run_children("torch" if name == "torch" else "sidestep", [cache], driver_cache or next(new))
             if told[name]["wrong"]:
                 raise SystemExit(f"{name}: {told[name]['wrong']} configurations wrong")
             seconds[name].append(told[name]["ended"] - told[name]["began"])

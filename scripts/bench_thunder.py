@@ -1,6 +1,7 @@
 """What attention costs under `thunder.jit` with Sidestep, and with Thunder's own executors. Meant for an NVIDIA GPU.
 
     python scripts/bench_thunder.py [--output docs/benchmarks.json] [--device cuda|cpu] [--thunder-site DIR]
+        [--only tiny]
 
 Per call: the CPU time to issue a tiny call, and its time with an LLM shape, without and with gradients. Then a training
 step of a small Llama. Contestants take turns round by round; medians are reported. One of Thunder's executors that
@@ -254,8 +255,8 @@ def training_step(device: str) -> Callable[[list[Any]], Function]:
     return make
 
 
-def measure(device: str, failed: dict[str, str], own: bool = False) -> dict[str, dict[str, float]]:
-    """Benchmark -> contestant -> microseconds; of Thunder's `own` executors only, where that is asked for."""
+def measure(device: str, only: str, failed: dict[str, str], own: bool = False) -> dict[str, dict[str, float]]:
+    """Benchmark whose name holds `only` -> contestant -> microseconds; of Thunder's `own` executors, or all."""
     gpu = device == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     tiny, large = (1, 2, 64, 64), (4, 32, 4096, 128) if gpu else (1, 2, 128, 64)
@@ -271,13 +272,14 @@ def measure(device: str, failed: dict[str, str], own: bool = False) -> dict[str,
     return {
         name: microseconds(working(make, device, failed, own), device, few if busy else many, calls, busy)
         for name, make, calls, busy in benches
+        if only in name
     }
 
 
-def elsewhere(device: str, site: Path) -> dict[str, dict[str, float]]:
+def elsewhere(device: str, only: str, site: Path) -> dict[str, dict[str, float]]:
     """What `measure` finds of Thunder's executors in a process with another frontend."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), "--device", device, "--own"],
+        [sys.executable, str(Path(__file__).resolve()), "--device", device, "--only", only, "--own"],
         env={**os.environ, **report.thunder_environ(site)},
         stdout=subprocess.PIPE,
         text=True,
@@ -317,6 +319,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=report.PLACE)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     report.add_thunder_site(parser)
+    parser.add_argument("--only", default="", metavar="TEXT", help="the benchmarks whose name holds it")
     parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device: str = options.device
@@ -324,13 +327,13 @@ def main() -> int:
         print("bench_thunder needs an NVIDIA GPU, and torch sees none here; --device cpu for a try", file=sys.stderr)
         return 1
     if options.own:
-        print(json.dumps(measure(device, {}, own=True)))
+        print(json.dumps(measure(device, options.only, {}, own=True)))
         return 0
-    other = elsewhere(device, options.thunder_site) if options.thunder_site else {}
+    other = elsewhere(device, options.only, options.thunder_site) if options.thunder_site else {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         sidestep.configure(cache_dir=folder)
-        measured = measure(device, failed)
+        measured = measure(device, options.only, failed)
     results: dict[str, Any] = {}
     for name, times in measured.items():
         results[name] = judged(name, times, other.get(name, {}), device)
