@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,26 +30,8 @@ Function = Callable[[], Any]
 
 
 def cpu_microseconds(contestants: dict[str, Function], calls: int = CALLS) -> dict[str, float]:
-    """The median time to issue one call, in microseconds; the GPU is idle when a round begins."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for function in contestants.values():
-        for _ in range(100):
-            function()
-    gc.collect()
-    gc.disable()  # as timeit does: a collection belongs to no contestant
-    try:
-        for _ in range(ROUNDS):
-            for name, function in contestants.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    function()
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-            gc.collect()
-    finally:
-        gc.enable()
-    torch.cuda.synchronize()
-    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+    """The median time to issue one call, in microseconds."""
+    return report.microseconds(contestants, ROUNDS, calls)
 
 
 def gpu_microseconds(contestants: dict[str, Function], calls: int = 20) -> dict[str, float]:

@@ -25,14 +25,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,37 +49,6 @@ LIMITS = {
     **{key: {"thunder_cudnn": 0.25, "thunder_sdpa": 1.0} for key in TINY},
     STEP: {"thunder_cudnn": 1.0, "thunder_sdpa": 1.0},
 }
-
-
-def microseconds(
-    contestants: dict[str, Function], device: str, rounds: int, calls: int, busy: bool
-) -> dict[str, float]:
-    """The median time of one call; with `busy` until the GPU has done it, else until it is issued."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for function in contestants.values():
-        for _ in range(max(calls // 4, 3)):
-            function()
-    gc.collect()
-    gc.disable()  # as timeit does: a collection belongs to no contestant
-    try:
-        for _ in range(rounds):
-            for name, function in contestants.items():
-                wait()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    function()
-                if busy:
-                    wait()
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-            gc.collect()
-    finally:
-        gc.enable()
-    return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
 def executor_lists(device: str, only_own: bool) -> dict[str, list[Any]]:
@@ -270,7 +237,7 @@ def measure(device: str, only: str, failed: dict[str, str], own: bool = False) -
         (STEP, training_step(device), 3, True),
     ]
     return {
-        name: microseconds(working(make, device, failed, own), device, few if busy else many, calls, busy)
+        name: report.microseconds(working(make, device, failed, own), few if busy else many, calls, busy)
         for name, make, calls, busy in benches
         if only in name
     }

@@ -612,6 +612,20 @@ def test_settings_are_heeded(small: Small) -> None:
     assert small.asked == ["build", "forward", "backward", "forward"]
 
 
+def test_what_answers_where_nothing_is_built_answers_there_alone(small: Small) -> None:
+    """The quick check for a call like the one before carries no route out of refuse_builds(), nor between two ways."""
+    jitted, inputs = jit(sdpa), qkv(1, 2, 5, 8)
+    with sidestep.refuse_builds():
+        for _ in range(2):
+            jitted(*inputs)
+    assert "build" not in small.asked
+    for function in (jitted, sidestep.scaled_dot_product_attention, jitted, jitted):
+        small.asked.clear()
+        check(function, sdpa, inputs)
+        assert "forward" in small.asked
+        assert "backward" in small.asked
+
+
 # --- the documentation ------------------------------------------------------------------------------------------------
 
 
