@@ -18,7 +18,8 @@ that the true result is a sum of. The parts are the measure where they cancel: a
 keep an output in place of the weights (flash, cuDNN, nvFuser) take that difference of rounded numbers; plain matrix
 products do not.
 
-The exit code is 1 where a test is lost, or a sample that is worse by that measure.
+What is done is told on stderr as it goes. The exit code is 1 where a test is lost, or a sample that is worse by that
+measure.
 """
 
 from __future__ import annotations
@@ -171,14 +172,12 @@ def run_tests(device: str, site: Path | None, first: bool) -> Outcomes:
         if device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
         chosen = [str(folder / name) for name in FILES]
-        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-k", CHOSEN]
+        options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-k", CHOSEN]
         command = [sys.executable, "-m", "pytest", "-p", "sidestep.scripts.thunder_peers", *options, *chosen]
-        done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True)
-        if not answer.exists():
-            raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
-        outcomes: Outcomes = json.loads(answer.read_text())
+        subprocess.run(command, env=env, cwd=place, stdout=sys.stderr)  # as it goes: on a GPU this takes minutes
+        outcomes: Outcomes = json.loads(answer.read_text()) if answer.exists() else {}
     if not outcomes:
-        raise SystemExit(f"pytest ran no test:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit("pytest ran no test; what it said is above")
     return outcomes
 
 
@@ -342,6 +341,7 @@ def run_samples(device: str, first: bool, skip: int) -> None:
                 outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         told = {"name": name, "outcome": outcome, "errors": [dataclasses.asdict(error) for error in errors]}
         print(json.dumps(told), flush=True)
+        print(f"{'sidestep' if first else 'thunder'}: {name}: {outcome}", file=sys.stderr, flush=True)
 
 
 def collect_samples(device: str, site: Path | None, first: bool) -> tuple[Outcomes, dict[str, list[Error]]]:
