@@ -718,6 +718,16 @@ def test_a_registered_backend_is_known(small: Small) -> None:
         registry.get("nobody")
 
 
+def test_for_own_names_no_other_package_is_looked_at() -> None:
+    """Every process's first call would pay for it, by all that is installed."""
+    registry._entry_points.cache_clear()
+    assert registry.expand(["cudnn", "torch"]) == ("cudnn", "torch_flash", "torch_efficient", "torch_math")
+    assert registry._entry_points.cache_info().misses == 0
+    with pytest.raises(ValueError, match="unknown backend 'nobody'"):
+        registry.expand(["cudnn", "nobody"])
+    assert registry._entry_points.cache_info().misses == 1
+
+
 def test_groups_are_spelled_out_once() -> None:
     assert registry.expand(["torch_math", "torch"]) == ("torch_math", "torch_flash", "torch_efficient")
     with pytest.raises(ValueError, match="no backend given"):
