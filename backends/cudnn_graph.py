@@ -20,19 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import cudnn_offline, known_bad
+from . import cudnn_offline
 from .base import Direction, Plan, Progress, Target, Verdict
+from .known_bad import BOUNDED_LOGITS, PADDING_MASK
+from .known_bad import forms as wanted_forms
 from .layouts import SCALE, additive, last_strides, uneven_strides
 
 if TYPE_CHECKING:
     from ..problem import AttentionProblem, Layout
 
 # Raised when what the builder declares changes, so that records and plans of the old builder are not believed.
-BUILDER = 2
+BUILDER = 3
 
 # Tensor uids: our own, so that a deserialized plan is bound by the same numbers. Buffers are given in this order, in
 # which what a direction computes comes after what it is given, and what never changes after both.
 Q, K, V, BIAS, SEED, OFFSET, OUT, STATS, DO, DQ, DK, DV, DBIAS, QUERY_LENGTHS, KEY_LENGTHS = range(1, 16)
+
+Forms = Mapping[Direction, str]
 
 
 class CudnnBackend:
@@ -73,11 +77,9 @@ class CudnnBackend:
     def build(self, problem: AttentionProblem, target: Target, progress: Progress) -> Plan:
         """See `Backend.build`."""
         progress.stage = "import"
-        return self.build_form(problem, target, progress, self._padded(problem, target))
+        return self.build_form(problem, target, progress, self._forms(problem, target))
 
-    def build_form(
-        self, problem: AttentionProblem, target: Target, progress: Progress, padded: frozenset[Direction]
-    ) -> Plan:
+    def build_form(self, problem: AttentionProblem, target: Target, progress: Progress, forms: Forms) -> Plan:
         """As `build`, in a form of the graphs that the caller chooses.
 
         The backward comes first: it is refused more often, in milliseconds.
@@ -86,8 +88,9 @@ class CudnnBackend:
             problem: as for `build`.
             target: as for `build`.
             progress: as for `build`.
-            padded: the directions whose graph declares a padding mask with full lengths, which changes no number that
-                is right (docs/gpu-notes.md, 3).
+            forms: the remedy that changes a direction's graph, by direction: "padding_mask" declares one that hides
+                nothing; "bounded_logits", of a backward, bounds each by its row's logsumexp. Neither changes a number
+                that is right (docs/gpu-notes.md, 3).
 
         Raises:
             Exception: the frontend's own, as it is.
@@ -99,7 +102,7 @@ class CudnnBackend:
         graphs: dict[str, Any] = {}
         for direction in directions:
             progress.begin(direction)
-            graphs[direction] = _build(problem, direction, target, progress, direction in padded)
+            graphs[direction] = _build(problem, direction, target, progress, forms.get(direction))
         for direction in directions:
             progress.direction, progress.stage = direction, "serialize"
             graph = graphs[direction]
@@ -113,25 +116,23 @@ class CudnnBackend:
             return AbsentPlan()
         if progress.graphs:
             # As a later process will load it: the kernels are the same, and a call costs 3 us less (H200).
-            return self._load(problem, target, progress.graphs, padded)
-        return CudnnPlan(problem, graphs, target.index, padded)
+            return self._load(problem, target, progress.graphs, forms)
+        return CudnnPlan(problem, graphs, target.index, forms)
 
     def load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes]) -> Plan:
         """See `LoadingBackend.load`."""
         if target.profile is not None:
             _deserialized(graphs, device_property=target.profile.device_property())
             return AbsentPlan()
-        return self._load(problem, target, graphs, self._padded(problem, target))
+        return self._load(problem, target, graphs, self._forms(problem, target))
 
-    def _padded(self, problem: AttentionProblem, target: Target) -> frozenset[Direction]:
-        """The directions that rules want with a padding mask; where rules say otherwise, so does the manifest."""
+    def _forms(self, problem: AttentionProblem, target: Target) -> Forms:
+        """The remedies that rules want; where rules say otherwise, so does the manifest."""
         facts = {**self.versions(), "compute_capability": _compute_capability(target)}
-        return known_bad.padded(self.name, problem, facts)
+        return wanted_forms(self.name, problem, facts)
 
-    def _load(
-        self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes], padded: frozenset[Direction]
-    ) -> Plan:
-        return CudnnPlan(problem, _deserialized(graphs, handle=_handle(target.index)), target.index, padded)
+    def _load(self, problem: AttentionProblem, target: Target, graphs: Mapping[str, bytes], forms: Forms) -> Plan:
+        return CudnnPlan(problem, _deserialized(graphs, handle=_handle(target.index)), target.index, forms)
 
     def verdict(self, error: Exception) -> Verdict:
         """A refusal is the frontend's own class, or a NOT_SUPPORTED status; without driver or NVRTC it is neither."""
@@ -175,7 +176,9 @@ def _nvrtc_works() -> bool:
     return True
 
 
-def _build(problem: AttentionProblem, direction: Direction, target: Target, progress: Progress, padded: bool) -> Any:
+def _build(
+    problem: AttentionProblem, direction: Direction, target: Target, progress: Progress, form: str | None
+) -> Any:
     import cudnn
 
     progress.stage = "define"
@@ -194,18 +197,22 @@ def _build(problem: AttentionProblem, direction: Direction, target: Target, prog
         compute_data_type=cudnn.data_type.FLOAT,
         **device,
     )
-    (_define_forward if direction == "forward" else _define_backward)(graph, problem, padded)
-    for stage, step in (
-        ("validate", graph.validate),
-        ("build_operation_graph", graph.build_operation_graph),
-        # Mode A alone: FALLBACK finds nothing more (77 cases tried), and its text hides the reason for a refusal.
-        ("create_execution_plans", lambda: graph.create_execution_plans([cudnn.heur_mode.A])),
-        ("check_support", graph.check_support),
-        ("build_plans", graph.build_plans),
-    ):
-        progress.stage = stage
-        with _quiet():
-            step()
+    with contextlib.ExitStack() as at_end:
+        if direction == "forward":
+            _define_forward(graph, problem, form)
+        else:
+            _define_backward(graph, problem, form, at_end)
+        for stage, step in (
+            ("validate", graph.validate),
+            ("build_operation_graph", graph.build_operation_graph),
+            # Mode A alone: FALLBACK finds nothing more (77 cases tried), and its text hides the reason for a refusal.
+            ("create_execution_plans", lambda: graph.create_execution_plans([cudnn.heur_mode.A])),
+            ("check_support", graph.check_support),
+            ("build_plans", graph.build_plans),
+        ):
+            progress.stage = stage
+            with _quiet():
+                step()
     return graph
 
 
@@ -264,7 +271,7 @@ def _declare(graph: Any, uid: int, name: str, shape: Sequence[int], stride: Sequ
     return graph.tensor(dim=list(shape), stride=list(stride), data_type=_types()[dtype], uid=uid, name=name)
 
 
-def _inputs(graph: Any, problem: AttentionProblem, padded: bool) -> dict[str, Any]:
+def _inputs(graph: Any, problem: AttentionProblem, form: str | None) -> dict[str, Any]:
     """Query, key, value, scale, causality, bias, dropout and lengths: what both directions are told alike."""
     import cudnn
 
@@ -287,7 +294,7 @@ def _inputs(graph: Any, problem: AttentionProblem, padded: bool) -> dict[str, An
             for uid, name in ((SEED, "philox_seed"), (OFFSET, "philox_offset"))
         )
         arguments["dropout"] = (problem.dropout_p, seed, offset)
-    if padded:
+    if form == PADDING_MASK:
         arguments["use_padding_mask"] = True
         dim, stride = [problem.query.shape[0], 1, 1, 1], [1, 1, 1, 1]
         for uid, name in ((QUERY_LENGTHS, "seq_len_q"), (KEY_LENGTHS, "seq_len_kv")):
@@ -314,17 +321,17 @@ def bias_layout(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, 
     return (batch, heads, rows, keys), (*stride[:2], stride[2] if queries == rows > 1 else 0, stride[3]), dtype
 
 
-def _define_forward(graph: Any, problem: AttentionProblem, padded: bool) -> None:
+def _define_forward(graph: Any, problem: AttentionProblem, form: str | None) -> None:
     import cudnn
 
-    output, stats = graph.sdpa(name="sdpa", is_inference=not problem.training, **_inputs(graph, problem, padded))
+    output, stats = graph.sdpa(name="sdpa", is_inference=not problem.training, **_inputs(graph, problem, form))
     _result(output, OUT, problem.output_shape, problem.output_stride, _types()[problem.dtype])
     if problem.training:
         _result(stats, STATS, *_stats(problem), cudnn.data_type.FLOAT)
 
 
-def _define_backward(graph: Any, problem: AttentionProblem, padded: bool) -> None:
-    arguments = _inputs(graph, problem, padded)
+def _define_backward(graph: Any, problem: AttentionProblem, form: str | None, at_end: contextlib.ExitStack) -> None:
+    arguments = _inputs(graph, problem, form)
     shape, stride = problem.output_shape, problem.output_stride
     arguments["o"] = _declare(graph, OUT, "output", shape, stride, problem.dtype)
     arguments["dO"] = _declare(graph, DO, "grad_output", shape, stride, problem.dtype)
@@ -333,11 +340,45 @@ def _define_backward(graph: Any, problem: AttentionProblem, padded: bool) -> Non
     if mask is not None and mask.requires_grad:
         dtype = problem.dtype
         arguments["dBias"] = _declare(graph, DBIAS, "grad_bias", mask.shape, mask.dense(), dtype)
+    if form == BOUNDED_LOGITS:
+        _bound(arguments, at_end)
     if problem.deterministic:
         arguments["use_deterministic_algorithm"] = True
     grads = graph.sdpa_backward(name="sdpa_backward", **arguments)
     for tensor, uid, layout in zip(grads, (DQ, DK, DV), (problem.query, problem.key, problem.value), strict=True):
         _result(tensor, uid, layout.shape, layout.dense(), _types()[problem.dtype])
+
+
+def _bound(arguments: dict[str, Any], at_end: contextlib.ExitStack) -> None:
+    """Bound the logits of a backward by the logsumexp, so that none of the weights made from them is over 1.
+
+    No true weight is. But the kernel also makes weights of keys that are not there, with logits of 0, and where the
+    logsumexp is under -88 such a weight is infinite, and 0 times it NaN.
+
+    Args:
+        arguments: of `sdpa_backward`, to be changed.
+        at_end: gets what must be done when the graph is built, or has failed to be.
+    """
+    bias, bound = arguments.pop("bias", None), arguments["stats"]
+    if "dBias" in arguments:
+        raise NotImplementedError("bounded logits: a bias of which there is a gradient")
+    seen: list[Any] = []
+
+    def bounded(graph: Any, logits: Any) -> Any:
+        seen.append(graph)
+        # What is given as "bias" would be added after this, and the bound is that of the sum.
+        return graph.min(input0=logits if bias is None else graph.add(a=logits, b=bias), input1=bound)
+
+    arguments["score_mod"] = bounded
+    arguments["score_mod_bprop"] = lambda graph, grad: graph.identity(input=grad)
+
+    @at_end.callback
+    def release() -> None:
+        # The frontend's graph (1.28 to 1.32) keeps the function in one of the frontend's own, whose variables hold the
+        # graph: neither would ever be freed.
+        for graph in seen:
+            for cell in getattr(getattr(graph, "_lower", None), "__closure__", None) or ():
+                cell.cell_contents = None
 
 
 def _stats(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -488,9 +529,7 @@ class CudnnPlan:
     the caller's thread has just used comes from another core's cache (10 us of a tiny backward's 65 on an H200).
     """
 
-    def __init__(
-        self, problem: AttentionProblem, graphs: Mapping[str, Any], index: int, padded: frozenset[Direction]
-    ) -> None:
+    def __init__(self, problem: AttentionProblem, graphs: Mapping[str, Any], index: int, forms: Forms) -> None:
         mask = problem.mask
         dtype = self._dtype = getattr(torch, problem.dtype)
         self._dropout = problem.dropout_p > 0
@@ -499,11 +538,11 @@ class CudnnPlan:
         new = functools.lru_cache(functools.partial(_allocation, index))  # layouts that are the same share one
         self._new_output = new(problem.output_shape, problem.output_stride, dtype)
         optional = ([BIAS] if mask is not None else []) + ([SEED, OFFSET] if self._dropout else [])
-        lengths = _full_lengths(problem, index) if padded else {}
+        lengths = _full_lengths(problem, index) if PADDING_MASK in forms.values() else {}
         results = {OUT: self._new_output}
         if problem.training:
             results[STATS] = new(*_stats(problem), torch.float32)
-        constants = lengths if "forward" in padded else {}
+        constants = lengths if forms.get("forward") == PADDING_MASK else {}
         self._forward = _runner(graphs["forward"], [Q, K, V, *optional], results, constants, index)
         if problem.training:
             inputs = (problem.query, problem.key, problem.value)
@@ -511,7 +550,7 @@ class CudnnPlan:
             if mask is not None and mask.requires_grad:
                 grads[DBIAS] = new(mask.shape, mask.dense(), dtype)
             self._no_more = () if DBIAS in grads else (None,)
-            constants = lengths if "backward" in padded else {}
+            constants = lengths if forms.get("backward") == PADDING_MASK else {}
             given = [Q, K, V, *optional, OUT, STATS, DO]
             self._backward = _runner(graphs["backward"], given, grads, constants, index)
 

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).with_name("known_bad.toml")
 
 # What helps: the next backend of the order, whichever it is, or another form of the graph, for those that can make it.
-NEXT_BACKEND, PADDING_MASK = "next_backend", "padding_mask"
-_REMEDIES: dict[str, tuple[str, ...] | None] = {NEXT_BACKEND: None, PADDING_MASK: ("cudnn",)}
+NEXT_BACKEND, PADDING_MASK, BOUNDED_LOGITS = "next_backend", "padding_mask", "bounded_logits"
+_REMEDIES: dict[str, tuple[str, ...] | None] = {
+    NEXT_BACKEND: None,
+    PADDING_MASK: ("cudnn",),
+    BOUNDED_LOGITS: ("cudnn",),
+}
 
 Facts = Mapping[str, "str | int"]
 
@@ -213,6 +217,9 @@ def _rule(item: Any, where: str) -> Rule:
     able = _REMEDIES[item["remedy"]]
     if able is not None and item["backend"] not in able:
         raise RuleError(f"{where}: remedy {item['remedy']!r} is one of {', '.join(able)}, not of {item['backend']!r}")
+    if item["remedy"] == BOUNDED_LOGITS and item.get("direction") != "backward":
+        # The bound is the forward's logsumexp.
+        raise RuleError(f"{where}: remedy {BOUNDED_LOGITS!r}: expected direction 'backward'")
     for table in ("when", "versions"):
         if not isinstance(item.get(table, {}), dict):
             raise RuleError(f"{where}: {table}: expected a table, got {item[table]!r}")
@@ -315,10 +322,10 @@ def rejections(backend: str, problem: AttentionProblem, facts: Facts) -> tuple[s
     )
 
 
-def padded(backend: str, problem: AttentionProblem, facts: Facts) -> frozenset[Direction]:
-    """The directions whose graphs declare a padding mask: that of each rule that wants one, or both."""
-    wanted = [rule for rule in rules(backend) if rule.remedy == PADDING_MASK and rule.applies(problem, facts)]
-    return frozenset(direction for rule in wanted for direction in rule.directions)
+def forms(backend: str, problem: AttentionProblem, facts: Facts) -> dict[Direction, str]:
+    """The remedies that change the graphs, by direction; where several rules want one, that of the last."""
+    wanted = [rule for rule in rules(backend) if rule.remedy != NEXT_BACKEND and rule.applies(problem, facts)]
+    return {direction: rule.remedy for rule in wanted for direction in rule.directions}
 
 
 def identity(backend: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where cuDNN's attention graphs leave wrong numbers, and whether the padding mask cures them: what the rules rest on.
+"""Where cuDNN's attention graphs leave wrong numbers, and whether a remedy cures them: what the rules rest on.
 
     python scripts/sweep_numbers.py --output sweep.jsonl [--sets trap3,fp32,bias] [--seconds 240] [--children 8]
     python scripts/sweep_numbers.py --output times.jsonl --sets time
@@ -41,12 +41,13 @@ VERY_LONG = (4160, 8256)
 QUERIES = (1, 2, 3, 63, 64, 65, 127, 128, 129, 200, 256, 704)
 HALF = ("bfloat16", "float16")
 DEVICE = "cuda"  # where data, reference and comparison are
-# The directions that declare a padding mask; `as_is` declares the bias without expanding its query dimension.
-FORMS: dict[str, tuple[Any, ...]] = {
-    "plain": (),
-    "padded": ("forward", "backward"),
-    "backward": ("backward",),
-    "as_is": (),
+# The remedies of each direction; `as_is` declares the bias without expanding its query dimension.
+FORMS: dict[str, dict[Any, str]] = {
+    "plain": {},
+    "padded": {"forward": "padding_mask", "backward": "padding_mask"},
+    "backward": {"backward": "padding_mask"},
+    "bounded": {"backward": "bounded_logits"},
+    "as_is": {},
 }
 
 
@@ -200,6 +201,14 @@ def remedy() -> Iterator[Config]:
         yield make(keys=keys, batch=1, queries=1)
 
 
+def bounded() -> Iterator[Config]:
+    """Bounded logits wherever they could be the remedy, among the other sets' problems."""
+    for made in itertools.chain(remedy(), trap3(), bias()):
+        needed = made["keys"] % 128 == 64 or (made["batch"], made["queries"], made["keys"] % 64) == (1, 1, 0)
+        if needed and not made["causal"] and not made["bias_grad"]:
+            yield made | {"set": "bounded", "forms": ["bounded"]}
+
+
 def edges() -> Iterator[Config]:
     """Biases of a single query or key, and float32 with a bias."""
     shapes = ["".join(letters) for letters in itertools.product("B1", "H1", "Q1", "K1")]
@@ -224,13 +233,16 @@ def edges() -> Iterator[Config]:
 
 
 def remedy_time() -> Iterator[Config]:
-    """What the padding mask costs in the backward alone, where it is needed."""
-    for keys, size in itertools.product((704, 1088, 2112, 4160, 8256, 192), (128, 64)):
-        fields = {"batch": 4, "heads": 16, "queries": keys, "keys": keys, "size": size}
-        yield config("remedy_time", kv_heads=16, forms=["plain", "backward"], **fields)
-        if size == 128 and keys in (704, 2112, 8256):
-            yield config("remedy_time", kv_heads=16, bias="B11K", forms=["plain", "backward"], **fields)
-            yield config("remedy_time", kv_heads=4, forms=["plain", "backward"], **fields)
+    """What the remedies cost in the backward alone, where one is needed."""
+    make = functools.partial(config, "remedy_time", batch=4, heads=16, forms=["plain", "backward", "bounded"])
+    for keys, size in itertools.product((704, 1088, 2112, 4160, 8256, 192), (128, 64, 96)):
+        fields = {"queries": keys, "keys": keys, "size": size}
+        yield make(kv_heads=16, **fields)
+        if keys in (704, 2112, 8256):
+            yield make(kv_heads=16, bias="B11K", **fields)
+            yield make(kv_heads=4, **fields)
+        if keys == 704:
+            yield make(kv_heads=16, bias="BHQK", **fields)
 
 
 def timing() -> Iterator[Config]:
@@ -253,6 +265,7 @@ SETS: dict[str, Callable[[], Iterator[Config]]] = {
     "fp32": fp32,
     "bias": bias,
     "remedy": remedy,
+    "bounded": bounded,
     "edges": edges,
     "time": timing,
     "remedy_time": remedy_time,
@@ -373,7 +386,7 @@ def examine(target: Any, made: Config, at: Callable[[str], None]) -> dict[str, A
         progress = Progress()
         try:
             with declared(form == "as_is"), poisoned(made["set"] not in TIMES and target.profile is None):
-                plans[form] = backend.build_form(problem, target, progress, frozenset(FORMS[form]))
+                plans[form] = backend.build_form(problem, target, progress, FORMS[form])
             forms[form] = {}
         except (RuntimeError, NotImplementedError, ValueError, TypeError, cudnn.cudnnGraphNotSupportedError) as error:
             # Kept whole where it is no refusal: it is about this script, or about the builder.
@@ -495,10 +508,15 @@ class poisoned:  # noqa: N801 - a context manager
 
 
 def data_sets(made: Config) -> list[str]:
-    """plain; logits near -120 or +120, or all -128; rows that see one key; with a float bias, -120 through the bias."""
+    """plain; logits near -120 or +120, or all -128; rows that see one key; with a float bias, -120 through the bias.
+
+    With a bias, `bounded` also has rows that see no key.
+    """
     names = ["plain", "neg120", "pos120", "onehot"]
-    if made["set"] in ("remedy", "edges"):
+    if made["set"] in ("remedy", "edges", "bounded"):
         names.append("neg128")
+    if made["set"] == "bounded" and made["bias"]:
+        names.append("empty")
     return [*names, "bias-120"] if made["bias"] and made["bias_dtype"] != "bool" else names
 
 
@@ -540,6 +558,8 @@ def tensors(made: Config, data: str) -> Any:
         else:
             mask = mask - 120 if data == "bias-120" else mask
             mask = mask.to(dtype if made["bias_dtype"] == "same" else torch.float32)
+        if data == "empty":
+            mask[0, :, ::3] = False if made["bias_dtype"] == "bool" else -torch.inf
     given = {"query": query.to(dtype), "key": key.to(dtype), "value": value.to(dtype), "grad": grad.to(dtype)}
     if mask is not None:
         given["mask"] = mask
@@ -803,7 +823,7 @@ def summary(entries: Sequence[Mapping[str, Any]], most: int) -> None:
         if times:
             ratios = {
                 f"{name} {way}": round(times[f"{name} {way}"] / times[f"plain {way}"], 3)
-                for name, way in itertools.product(("padded", "backward", "flash"), ("forward", "backward"))
+                for name, way in itertools.product(("padded", "backward", "bounded", "flash"), ("forward", "backward"))
                 if f"{name} {way}" in times and f"plain {way}" in times
             }
             print(f"time {label(entry['config'])}: {times}, over plain: {ratios}")

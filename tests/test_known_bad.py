@@ -22,7 +22,7 @@ from sidestep import environment, selection
 from sidestep.backends import known_bad, registry
 from sidestep.backends.base import Target
 from sidestep.backends.cudnn_offline import load_profile
-from sidestep.backends.known_bad import NEXT_BACKEND, RuleError, rejections
+from sidestep.backends.known_bad import BOUNDED_LOGITS, NEXT_BACKEND, PADDING_MASK, RuleError, rejections
 from sidestep.decisions import Rejected, Untried
 from sidestep.problem import AttentionProblem
 
@@ -37,6 +37,7 @@ def make(
     mask: tuple[int, ...] | None = None,
     device: str = "cuda",
     mask_grad: bool = False,
+    mask_dtype: str | None = None,
     batch: int = 2,
     kv_heads: int = 4,
     **changes: Any,
@@ -52,15 +53,15 @@ def make(
         **changes,
     }
     if mask is not None:
-        data["mask"] = {"shape": mask, "dtype": data["dtype"], "requires_grad": mask_grad}
+        data["mask"] = {"shape": mask, "dtype": mask_dtype or data["dtype"], "requires_grad": mask_grad}
     return AttentionProblem.from_json(data)
 
 
-def padded(problem: AttentionProblem, **facts: Any) -> bool:
-    """In the backward, which is where every shipped rule wants it."""
-    directions = known_bad.padded("cudnn", problem, {**HERE, **facts})
-    assert directions in (frozenset(), {"backward"})
-    return bool(directions)
+def form(problem: AttentionProblem, **facts: Any) -> str | None:
+    """The remedy in the backward, which is where every shipped rule wants one."""
+    forms = known_bad.forms("cudnn", problem, {**HERE, **facts})
+    assert set(forms) <= {"backward"}
+    return forms.get("backward")
 
 
 def rejected_by(problem: AttentionProblem, **facts: Any) -> list[str]:
@@ -72,39 +73,48 @@ def rejected_by(problem: AttentionProblem, **facts: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("keys", [64, 192, 320, 704, 1088, 2112, 4160, 8256])
-def test_dq_of_half_a_tile_gets_the_padding_mask(keys: int) -> None:
-    assert padded(make(keys=keys))
-    assert padded(make(keys=keys, queries=1))
-    assert padded(make(keys=keys, dtype="float16", mask=(2, 1, 1, keys)))
-    assert not padded(make(keys=keys, training=False)), "the forward is right"
-    assert not padded(make(keys=keys, is_causal=True)), "causal was right, and would be 7 to 10 % slower"
+def test_dq_of_half_a_tile_gets_the_cheaper_remedy(keys: int) -> None:
+    assert form(make(keys=keys)) == BOUNDED_LOGITS
+    assert form(make(keys=keys, queries=1)) == BOUNDED_LOGITS
+    assert form(make(keys=keys, size=8)) == BOUNDED_LOGITS
+    assert form(make(keys=keys, size=72)) == PADDING_MASK
+    assert form(make(keys=keys, size=72, value_size=64)) == PADDING_MASK
+    assert form(make(keys=keys, value_size=72)) == PADDING_MASK
+    for size in (64, 72, 256):
+        assert form(make(keys=keys, size=size, dtype="float16", mask=(2, 1, 1, keys))) == BOUNDED_LOGITS
+        assert form(make(keys=keys, size=size, mask=(2, 4, 200, keys), mask_grad=True)) == PADDING_MASK
+    assert form(make(keys=keys, training=False)) is None, "the forward is right"
+    assert form(make(keys=keys, is_causal=True)) is None, "causal was right, and would be 7 to 10 % slower"
     assert rejected_by(make(keys=keys)) == []
 
 
 @pytest.mark.parametrize("keys", [1, 32, 63, 65, 96, 127, 128, 129, 191, 193, 256, 640, 703, 705])
 def test_other_key_lengths_are_left_alone(keys: int) -> None:
-    assert not padded(make(keys=keys))
-    assert not padded(make(keys=keys, queries=2))
+    assert form(make(keys=keys)) is None
+    assert form(make(keys=keys, queries=2)) is None
+    assert form(make(keys=keys, mask=(2, 1, 1, keys))) is None
 
 
 @pytest.mark.parametrize("keys", [64, 128, 256, 1024])
-def test_one_query_over_multiples_of_64_gets_the_padding_mask(keys: int) -> None:
-    assert padded(make(queries=1, keys=keys, batch=1))
-    assert padded(make(queries=1, keys=keys, batch=2)) == (keys == 64), "right with every other batch"
-    assert padded(make(queries=2, keys=keys, batch=1)) == (keys == 64)
-    assert not padded(make(queries=1, keys=keys + 1, batch=1))
-    assert not padded(make(queries=1, keys=keys, batch=1, training=False))
-    assert not padded(make(queries=1, keys=keys, batch=1, is_causal=True))
+def test_one_query_over_multiples_of_64_gets_a_remedy(keys: int) -> None:
+    half_tile = BOUNDED_LOGITS if keys == 64 else None
+    assert form(make(queries=1, keys=keys, batch=1)) == (half_tile or PADDING_MASK)
+    assert form(make(queries=1, keys=keys, batch=1, size=72)) == PADDING_MASK
+    assert form(make(queries=1, keys=keys, batch=2)) == half_tile, "right with every other batch"
+    assert form(make(queries=2, keys=keys, batch=1)) == half_tile
+    assert form(make(queries=1, keys=keys + 1, batch=1)) is None
+    assert form(make(queries=1, keys=keys, batch=1, training=False)) is None
+    assert form(make(queries=1, keys=keys, batch=1, is_causal=True)) is None
 
 
-def test_the_padding_mask_is_for_the_architecture_and_versions_that_need_it() -> None:
-    problem = make()
-    assert padded(problem, cudnn=92600), "reported with 9.26"
-    assert not padded(problem, compute_capability="10.0")
-    assert not padded(problem, compute_capability="8.0")
-    assert not padded(problem, cudnn=89999)
-    assert known_bad.padded("cudnn", problem, {}), "what cannot be read lies in every range"
-    assert not known_bad.padded("torch_flash", problem, HERE)
+def test_remedies_are_for_the_architecture_and_versions_that_need_them() -> None:
+    for problem, remedy in ((make(), BOUNDED_LOGITS), (make(size=128), PADDING_MASK)):
+        assert form(problem, cudnn=92600) == remedy, "reported with 9.26"
+        assert form(problem, compute_capability="10.0") is None
+        assert form(problem, compute_capability="8.0") is None
+        assert form(problem, cudnn=89999) is None
+        assert known_bad.forms("cudnn", problem, {}) == {"backward": remedy}, "what cannot be read lies in every range"
+        assert known_bad.forms("torch_flash", problem, HERE) == {}
 
 
 @pytest.mark.parametrize(
@@ -281,8 +291,10 @@ def test_a_rule_about_a_group_is_about_each_of_it(tmp_path: Path) -> None:
         ({"name": 3}, "rule 1: name: expected a text, got 3"),
         ({"wehn": {}}, "rule 'mine': unknown field 'wehn'; known: name, backend"),
         ({"direction": "both"}, "rule 'mine': direction: expected 'forward' or 'backward', got 'both'"),
-        ({"remedy": "prayer"}, "rule 'mine': unknown remedy 'prayer'; known: next_backend, padding_mask"),
+        ({"remedy": "prayer"}, "rule 'mine': unknown remedy 'prayer'; known: next_backend, padding_mask, "),
         ({"remedy": "padding_mask"}, "rule 'mine': remedy 'padding_mask' is one of cudnn, not of 'torch_flash'"),
+        ({"backend": "cudnn", "remedy": "bounded_logits"}, "remedy 'bounded_logits': expected direction 'backward'"),
+        ({"backend": "cudnn", "remedy": "bounded_logits", "direction": "forward"}, "expected direction 'backward'"),
         ({"when": {"length": 3}}, "rule 'mine': when: unknown condition 'length'; known: dtype, "),
         ({"when": {"causal": 0}}, "rule 'mine': when.causal: expected true or false, got 0"),
         ({"when": {"key_length": True}}, "rule 'mine': when.key_length: expected a whole number, got True"),
@@ -356,7 +368,8 @@ def test_rules_that_change_a_graph_are_part_of_its_environment(tmp_path: Path, m
     assert changed[0].pop("remedies") != before[0]["remedies"]
     assert changed[0] == {name: value for name, value in before[0].items() if name != "remedies"}
     assert changed[1] == before[1]
-    assert known_bad.padded("cudnn", make(keys=100), HERE) == {"forward", "backward"}, "the rule names no direction"
+    both = {"forward": PADDING_MASK, "backward": PADDING_MASK}
+    assert known_bad.forms("cudnn", make(keys=100), HERE) == both, "the rule names no direction"
     sidestep.configure(rules=rule_file(tmp_path, **mine, remedy=NEXT_BACKEND))
     assert manifests() == before, "a rule that leaves a backend out changes no graph"
     assert rejected_by(make(keys=100)) == ["mine"]
@@ -371,45 +384,53 @@ profile = cudnn_offline.activate("h200")
 from sidestep.backends import cudnn_graph
 from sidestep.backends.base import Progress, Target
 from sidestep.problem import AttentionProblem
-backend, target, build, declared = cudnn_graph.CudnnBackend(), Target(0, profile), cudnn_graph._build, []
+backend, target, build, forms = cudnn_graph.CudnnBackend(), Target(0, profile), cudnn_graph._build, []
 def keep(*arguments):
     graph = build(*arguments)
-    names = {tensor.get("name") for tensor in json.loads(str(graph))["tensors"]}
-    declared.append(sorted(names & {"seq_len_q", "seq_len_kv"}))
+    names = [tensor.get("name") for tensor in json.loads(str(graph))["tensors"]]
+    forms.append(arguments[-1])
+    assert ("seq_len_q" in names, "seq_len_kv" in names) == (forms[-1] == "padding_mask",) * 2
     return graph
 cudnn_graph._build = keep
+def build_form(problem, forms):
+    try:
+        backend.build_form(problem, target, Progress(), forms)
+        return None
+    except Exception as error:
+        return backend.verdict(error)
 for line in sys.argv[1:]:
     problem = AttentionProblem.from_json(json.loads(line))
-    declared.clear()
+    forms.clear()
     backend.build(problem, target, Progress())
-    backend.build_form(problem, target, Progress(), frozenset({"forward", "backward"}))
-    print(json.dumps(declared), flush=True)
+    chosen = forms.copy()
+    padded = build_form(problem, {"forward": "padding_mask", "backward": "padding_mask"})
+    print(json.dumps([*chosen, padded, build_form(problem, {"backward": "bounded_logits"})]), flush=True)
 """
 
-# The lengths that a graph declares.
-BOTH: list[str] = ["seq_len_kv", "seq_len_q"]
-NONE: list[str] = []
 
-
-def test_padded_graphs_build_and_rules_choose_them() -> None:
-    """Backward and forward as the rules want them, then both with the remedy, which builds for all."""
+def test_graphs_with_a_remedy_build_and_rules_choose_them() -> None:
+    """Backward and forward as the rules want them; the padding mask builds for all, bounded logits where they can."""
+    grouped = {"shape": (2, 1, 192, 64)}
     problems = {
-        "needed": (make(), BOTH),
-        "one query": (make(queries=1, keys=128, batch=1), BOTH),
-        "bias": (make(mask=(2, 1, 1, 192)), BOTH),
-        "gradient of the bias": (make(mask=(1, 4, 200, 192), mask_grad=True), BOTH),
-        "dropout": (make(dropout_p=0.1), BOTH),
-        "deterministic": (make(deterministic=True), BOTH),
-        "grouped": (make(key={"shape": (2, 1, 192, 64)}, value={"shape": (2, 1, 192, 64)}), BOTH),
-        "causal": (make(is_causal=True), NONE),
-        "another length": (make(keys=200), NONE),
+        "needed": (make(), BOUNDED_LOGITS, None),
+        "larger heads": (make(size=128), PADDING_MASK, None),
+        "one query": (make(queries=1, keys=128, batch=1), PADDING_MASK, None),
+        "bias": (make(mask=(2, 1, 1, 192)), BOUNDED_LOGITS, None),
+        "bool mask": (make(mask=(2, 1, 200, 192), mask_dtype="bool"), BOUNDED_LOGITS, None),
+        "bias of larger heads": (make(mask=(1, 4, 200, 192), size=256), BOUNDED_LOGITS, None),
+        "gradient of the bias": (make(mask=(1, 4, 200, 192), mask_grad=True), PADDING_MASK, "unsupported"),
+        "dropout": (make(dropout_p=0.1), BOUNDED_LOGITS, None),
+        "deterministic": (make(deterministic=True), BOUNDED_LOGITS, None),
+        "grouped": (make(key=grouped, value=grouped), BOUNDED_LOGITS, None),
+        "causal": (make(is_causal=True), None, "unsupported"),
+        "another length": (make(keys=200), None, None),
     }
-    command = [sys.executable, "-c", BUILD, *(json.dumps(problem.to_json()) for problem, _ in problems.values())]
+    command = [sys.executable, "-c", BUILD, *(json.dumps(problem.to_json()) for problem, *_ in problems.values())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    declared = [json.loads(line) for line in done.stdout.splitlines()]
-    wanted = [[chosen, NONE, BOTH, BOTH] for _, chosen in problems.values()]
-    assert dict(zip(problems, declared, strict=True)) == dict(zip(problems, wanted, strict=True))
+    found = dict(zip(problems, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert found == {name: [chosen, None, None, bounded] for name, (_, chosen, bounded) in problems.items()}
+    assert "leaked" not in done.stderr, "graphs that are never freed: what cudnn's bindings say at exit"
 
 
 @pytest.mark.gpu

@@ -85,7 +85,7 @@ def refused(case: dict[str, Any], device: str, backend: str) -> sidestep.NoBacke
 def by_cudnn_alone(case: dict[str, Any]) -> Result:
     """Output and gradients of the argument tensors from cuDNN's graphs, without rules and remedies; on the GPU."""
     asked, inputs = problem(case, "cuda"), build(case, "cuda", scales(case)[0])
-    plan = cudnn_graph.CudnnBackend().build_form(asked, Target(0), Progress(), frozenset())
+    plan = cudnn_graph.CudnnBackend().build_form(asked, Target(0), Progress(), {})
     leaves = {name: leaf.detach() for name, leaf in inputs.leaves.items()}
     given = inputs.arguments(leaves)
     mask = given.get("attn_mask")
