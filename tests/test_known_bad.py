@@ -19,8 +19,8 @@ from reference import assert_close, attention
 
 import sidestep
 from sidestep import environment, selection
-from sidestep.backends import known_bad, registry
-from sidestep.backends.base import Target
+from sidestep.backends import cudnn_graph, known_bad, registry
+from sidestep.backends.base import Progress, Target
 from sidestep.backends.cudnn_offline import load_profile
 from sidestep.backends.known_bad import BOUNDED_LOGITS, NEXT_BACKEND, PADDING_MASK, RuleError, rejections
 from sidestep.decisions import Rejected, Untried
@@ -472,3 +472,33 @@ def test_the_remedy_on_another_stream_and_in_a_cuda_graph(queries: int, mask: bo
             # Keys that are nearly the same cancel in dQ, so rounding is of the size of its parts.
             assert result.isfinite().all(), name
             assert (result.double() - wanted).abs().max() < 0.1 * max(wanted.abs().max().item(), 0.1), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("changes", [{"dropout_p": 0.25}, {"deterministic": True}, {"mask": (2, 1, 1, 192)}], ids=str)
+def test_the_remedies_agree(changes: dict[str, Any], size: int, negative: bool) -> None:
+    """On one forward's residuals, so that dropout is the same; without a remedy the gradient of query is NaN."""
+    problem, target, backend = make(size=size, **changes), Target(0), cudnn_graph.CudnnBackend()
+    amplitude = (120 / size**0.5) ** 0.5 if negative else 0.0
+    query, key, value, grad = (
+        (mean * amplitude + (0.05 if mean and negative else 1) * torch.randn(2, 4, length, size, device="cuda")).to(
+            torch.bfloat16
+        )
+        for mean, length in ((1, 200), (-1, 192), (0, 192), (0, 200))
+    )
+    mask = torch.randn(2, 1, 1, 192, device="cuda").to(torch.bfloat16) if "mask" in changes else None
+    plans = {
+        remedy: backend.build_form(problem, target, Progress(), {"backward": remedy} if remedy else {})
+        for remedy in (PADDING_MASK, BOUNDED_LOGITS, "")
+    }
+    output, *residuals = plans[""].forward(query, key, value, mask)
+    padded, bounded, plain = (
+        plan.backward(grad, query, key, value, mask, output, *residuals)[:3] for plan in plans.values()
+    )
+    assert bool(plain[0].isnan().any()) == negative, "the case is one that needs a remedy"
+    for one, other in zip(padded, bounded, strict=True):
+        assert one.isfinite().all()
+        assert other.isfinite().all()
+        assert (one.float() - other.float()).abs().max() <= 0.02 * one.float().abs().max()
