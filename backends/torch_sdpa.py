@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -170,7 +170,7 @@ class EfficientBackend(_TorchBackend):
 
     def _operator(self, problem: AttentionProblem) -> _Operator:
         training, dropout_p, is_causal = problem.training, problem.dropout_p, problem.is_causal
-        operator: Callable[..., Any] = torch._scaled_dot_product_efficient_attention
+        operator: Callable[..., tuple[torch.Tensor, ...]] = torch._scaled_dot_product_efficient_attention
         if problem.scale != default_scale(problem.query.shape[3]):  # handing it over costs 0.4 us of a call's 12 (H200)
             operator = functools.partial(operator, scale=problem.scale)
         groups = problem.query.shape[1] // max(problem.key.shape[1], 1)
