@@ -75,7 +75,9 @@ def rejected_by(problem: AttentionProblem, **facts: Any) -> list[str]:
 @pytest.mark.parametrize("keys", [64, 192, 320, 704, 1088, 2112, 4160, 8256])
 def test_dq_of_half_a_tile_gets_the_cheaper_remedy(keys: int) -> None:
     assert form(make(keys=keys)) == BOUNDED_LOGITS
-    assert form(make(keys=keys, queries=1)) == BOUNDED_LOGITS
+    assert form(make(keys=keys, queries=64)) == BOUNDED_LOGITS
+    assert form(make(keys=keys, queries=63)) == PADDING_MASK
+    assert form(make(keys=keys, kv_heads=2)) == PADDING_MASK
     assert form(make(keys=keys, size=8)) == PADDING_MASK
     assert form(make(keys=keys, dropout_p=0.1)) == PADDING_MASK
     assert form(make(keys=keys, size=72)) == PADDING_MASK
@@ -98,8 +100,8 @@ def test_other_key_lengths_are_left_alone(keys: int) -> None:
 
 @pytest.mark.parametrize("keys", [64, 128, 256, 1024])
 def test_one_query_over_multiples_of_64_gets_a_remedy(keys: int) -> None:
-    half_tile = BOUNDED_LOGITS if keys == 64 else None
-    assert form(make(queries=1, keys=keys, batch=1)) == (half_tile or PADDING_MASK)
+    half_tile = PADDING_MASK if keys == 64 else None
+    assert form(make(queries=1, keys=keys, batch=1)) == PADDING_MASK
     assert form(make(queries=1, keys=keys, batch=1, size=72)) == PADDING_MASK
     assert form(make(queries=1, keys=keys, batch=2)) == half_tile, "right with every other batch"
     assert form(make(queries=2, keys=keys, batch=1)) == half_tile
@@ -422,7 +424,7 @@ def test_graphs_with_a_remedy_build_and_rules_choose_them() -> None:
         "gradient of the bias": (make(mask=(1, 4, 200, 192), mask_grad=True), PADDING_MASK, "unsupported"),
         "dropout": (make(dropout_p=0.1), PADDING_MASK, None),
         "deterministic": (make(deterministic=True), BOUNDED_LOGITS, None),
-        "grouped": (make(key=grouped, value=grouped), BOUNDED_LOGITS, None),
+        "grouped": (make(key=grouped, value=grouped), PADDING_MASK, None),
         "causal": (make(is_causal=True), None, "unsupported"),
         "another length": (make(keys=200), None, None),
     }
